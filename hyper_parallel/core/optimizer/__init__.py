@@ -1,2 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distributed Muon optimizer."""
+
+from hyper_parallel.core.optimizer.muon import Muon
+from hyper_parallel.core.optimizer.param_grouping import (
+    CommParamGroup,
+    ShardInfo,
+    calculate_replicate_group,
+    calculate_shard_group,
+    extract_shard_info,
+    group_parameters_by_sharding,
+)
+from hyper_parallel.core.optimizer.param_groups import muon_param_groups
+from hyper_parallel.core.optimizer.plan import Plan
+from hyper_parallel.core.optimizer.polar import orthogonalize
+
+__all__ = [
+    "CommParamGroup",
+    "Muon",
+    "Plan",
+    "ShardInfo",
+    "calculate_replicate_group",
+    "calculate_shard_group",
+    "extract_shard_info",
+    "group_parameters_by_sharding",
+    "muon_param_groups",
+    "orthogonalize",
+]

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the training example. Imports no torch: a wrong option is told at once."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+MESH_AXES = ("dp_replicate", "dp_shard")
+_PER_START = {"run_dir", "resume", "mesh"}  # may differ when a run is resumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to train and how. One field an option of the command line, same name, same unit.
+
+    Attributes:
+        mesh: Size of each mesh axis by name, in the order of ``MESH_AXES``.
+        batch: Sequences a step, over all ranks.
+    """
+
+    optimizer: str
+    data: Path | None
+    run_dir: Path
+    resume: bool
+    mesh: dict[str, int]
+    width: int
+    layers: int
+    heads: int
+    context: int
+    steps: int
+    warmup: int
+    batch: int
+    lr: float
+    adamw_lr: float
+    weight_decay: float
+    clip: float
+    ns_dtype: str
+    seed: int
+    eval_every: int
+    eval_batches: int
+    log_every: int
+    checkpoint_every: int
+    prompt: str
+    sample_bytes: int
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every run of a comparison has in common.
+
+    Args:
+        parser: Receives the options, in named groups.
+    """
+    group = parser.add_argument_group("data and model")
+    group.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of text files, read as bytes (default: the Python standard library's source)",
+    )
+    _add_int(group, "--width", 256, "features of the residual stream")
+    _add_int(group, "--layers", 4, "transformer blocks")
+    _add_int(group, "--heads", 4, "attention heads per block; divides the width")
+    _add_int(group, "--context", 128, "bytes a sequence")
+
+    group = parser.add_argument_group("training")
+    _add_int(group, "--steps", 200, "optimizer steps")
+    _add_int(group, "--warmup", 20, "steps of linear warm-up, before the cosine", least=0)
+    _add_int(group, "--batch", 16, "sequences a step, over all processes together")
+    _add_float(group, "--lr", 3e-3, "peak learning rate of Muon, for hidden matrices")
+    _add_float(group, "--adamw-lr", 3e-3, "peak learning rate of AdamW, for all it trains")
+    _add_float(group, "--weight-decay", 0.1, "decay of matrices per unit of learning rate")
+    _add_float(group, "--clip", 1.0, "largest norm of the whole gradient")
+    group.add_argument(
+        "--ns-dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="precision in which Muon orthogonalizes (default: %(default)s)",
+    )
+    _add_int(group, "--seed", 0, "seed of weights, batch order and samples", least=0)
+
+    group = parser.add_argument_group("parallelism")
+    group.add_argument(
+        "--mesh",
+        metavar="AXIS=N[,AXIS=N]",
+        help="processes per mesh axis, of dp_replicate and dp_shard, such as "
+        "dp_replicate=2,dp_shard=4; their product is the number of processes "
+        "(default: dp_shard over all of them)",
+    )
+
+    group = parser.add_argument_group("output")
+    _add_int(group, "--eval-every", 25, "steps between validations")
+    _add_int(group, "--eval-batches", 8, "batches a validation; always the same ones")
+    _add_int(group, "--log-every", 10, "steps between lines when stdout is not a terminal")
+    _add_int(group, "--checkpoint-every", 100, "steps between checkpoints; 0 is never", least=0)
+    group.add_argument(
+        "--prompt", default="def ", metavar="TEXT", help="start of the samples (default: 'def ')"
+    )
+    _add_int(group, "--sample-bytes", 160, "length of a sample, in bytes; 0 is none", least=0)
+
+
+def parse_train_options(argv: Sequence[str] | None, *, world_size: int) -> Options:
+    """Parse and check the command line of one training run.
+
+    With ``--resume`` the options of the run so far are the defaults: none need be repeated.
+
+    Args:
+        argv: Arguments without the program's name. None takes ``sys.argv``.
+        world_size: Number of processes of this run.
+
+    Returns:
+        Options that fit each other and ``world_size``.
+
+    Raises:
+        ValueError: Naming the option, what it was, and the way out.
+    """
+    parser = argparse.ArgumentParser(
+        description="Train a small byte-level GPT with fully_shard, by Muon or AdamW.",
+        epilog="one process: python examples/train_gpt.py; "
+        "several: torchrun --nproc-per-node 2 examples/train_gpt.py",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=("muon", "adamw"),
+        default="muon",
+        help="muon: Muon for hidden matrices, AdamW for the rest; adamw: AdamW for all "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="where all results go (default: runs/OPTIMIZER)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue --run-dir from its newest checkpoint"
+    )
+    add_training_arguments(parser)
+    arguments = parser.parse_args(argv)
+    run_dir: Path = arguments.run_dir or Path("runs") / arguments.optimizer
+    if arguments.resume:
+        parser.set_defaults(**read_options(run_dir))
+        arguments = parser.parse_args(argv)
+    arguments.run_dir = run_dir
+    return check_options(arguments, world_size=world_size)
+
+
+def check_options(arguments: argparse.Namespace, *, world_size: int) -> Options:
+    """Turn parsed arguments into options, or say what is wrong with them.
+
+    Args:
+        arguments: What the parser gave, with ``optimizer``, ``resume`` and ``run_dir`` set.
+        world_size: Number of processes of a training run.
+
+    Returns:
+        Options that fit each other and ``world_size``.
+
+    Raises:
+        ValueError: Naming the option, what it was, and the way out.
+    """
+    mesh = _parse_mesh(arguments.mesh, world_size=world_size)
+    options = Options(**{**vars(arguments), "mesh": mesh})
+    if options.batch % world_size:
+        raise ValueError(
+            f"--batch {options.batch} cannot be shared equally by {world_size} processes; "
+            f"pass a multiple of {world_size}"
+        )
+    if options.width % options.heads:
+        raise ValueError(f"--width {options.width} is not a multiple of --heads {options.heads}")
+    if options.warmup >= options.steps:
+        raise ValueError(f"--warmup {options.warmup} must be less than --steps {options.steps}")
+    if not options.prompt:
+        raise ValueError("--prompt is empty; pass at least one character")
+    if not options.resume and (options.run_dir / "metrics.jsonl").exists():
+        raise ValueError(
+            f"--run-dir {options.run_dir} holds a run already; "
+            "continue it with --resume, or pass another folder"
+        )
+    return options
+
+
+def write_options(options: Options) -> None:
+    """Keep the options in the run's folder, for ``--resume``.
+
+    Args:
+        options: Written to ``options.json``, without what may change between two starts.
+    """
+    kept = {name: value for name, value in asdict(options).items() if name not in _PER_START}
+    text = json.dumps(kept, default=str, indent=2)
+    (options.run_dir / "options.json").write_text(text + "\n")
+
+
+def read_options(run_dir: Path) -> dict[str, Any]:
+    """Read back what :func:`write_options` wrote.
+
+    Args:
+        run_dir: Folder of the run.
+
+    Returns:
+        Values by option name.
+
+    Raises:
+        ValueError: If the folder holds no run.
+    """
+    path = run_dir / "options.json"
+    if not path.is_file():
+        raise ValueError(f"--resume: no run in {run_dir}; pass its --run-dir, or drop --resume")
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values
+
+
+def exit_with(error: Exception) -> NoReturn:
+    """End this process with code 2 and one line about the caller's mistake, told by rank 0.
+
+    Args:
+        error: Its text is the line.
+
+    Raises:
+        SystemExit: Always.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def _parse_mesh(text: str | None, *, world_size: int) -> dict[str, int]:
+    if text is None:
+        return {"dp_shard": world_size}
+    mesh = {}
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
+        if axis not in MESH_AXES or axis in mesh or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"--mesh {text}: expected AXIS=N with AXIS one of {', '.join(MESH_AXES)}, each "
+                f"once, and N at least 1; got {item!r}"
+            )
+        mesh[axis] = int(size)
+    if math.prod(mesh.values()) != world_size:
+        product = " x ".join(str(size) for size in mesh.values())
+        raise ValueError(
+            f"--mesh {text} is {product} = {math.prod(mesh.values())} processes, but this run has "
+            f"{world_size} (WORLD_SIZE); start {math.prod(mesh.values())} of them, or pass sizes "
+            f"whose product is {world_size}"
+        )
+    return {axis: mesh[axis] for axis in MESH_AXES if axis in mesh}
+
+
+def _add_int(
+    group: argparse._ArgumentGroup, flag: str, default: int, text: str, *, least: int = 1
+) -> None:
+    def parse(value: str) -> int:
+        if not value.isdecimal() or int(value) < least:
+            raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of {least} or more")
+        return int(value)
+
+    help_text = f"{text} (default: %(default)s)"
+    group.add_argument(flag, type=parse, default=default, metavar="N", help=help_text)
+
+
+def _add_float(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:
+    def parse(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"{value!r} is not a finite number of 0 or more")
+        return number
+
+    help_text = f"{text} (default: %(default)s)"
+    group.add_argument(flag, type=parse, default=default, metavar="X", help=help_text)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW for the parameters that are no hidden matrices: PyTorch's own, on local tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from hyper_parallel.core.optimizer.dtensor_layout import like_layout, local_tensor
+
+
+def make_state(param: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
+    """The state of one parameter before its first step, as ``torch.optim.AdamW`` names it.
+
+    Args:
+        param: The parameter.
+        amsgrad: Whether the group keeps the maximum of the second moment.
+
+    Returns:
+        ``step`` (a float32 scalar on the CPU) and moments laid out like the parameter.
+    """
+    state = {
+        "step": torch.tensor(0.0),
+        "exp_avg": like_layout(param, None),
+        "exp_avg_sq": like_layout(param, None),
+    }
+    if amsgrad:
+        state["max_exp_avg_sq"] = like_layout(param, None)
+    return state
+
+
+def adamw_step(
+    params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: Mapping[str, Any]
+) -> None:
+    """One AdamW step on the parameters of a group that have a gradient.
+
+    The update is element-wise, so every rank steps on its own part and nothing is communicated.
+
+    Args:
+        params: Parameters with a gradient.
+        states: Their states; modified.
+        group: Hyperparameters.
+    """
+    if not params:
+        return
+    amsgrad = bool(group["amsgrad"])
+    beta1, beta2 = group["betas"]
+    adamw(
+        [local_tensor(p) for p in params],
+        [local_tensor(p.grad) for p in params if p.grad is not None],
+        [local_tensor(state["exp_avg"]) for state in states],
+        [local_tensor(state["exp_avg_sq"]) for state in states],
+        [local_tensor(state["max_exp_avg_sq"]) for state in states] if amsgrad else [],
+        [state["step"] for state in states],
+        amsgrad=amsgrad,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )

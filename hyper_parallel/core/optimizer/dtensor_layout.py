@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensor to numbers. With ``param_grouping``, the only reader of DTensor geometry."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.param_grouping import extract_shard_info
+from hyper_parallel.core.optimizer.torch_private import StridedShard
+
+
+class LayoutReader:
+    """Reads parameters' layouts, and keeps one record per mesh.
+
+    Args:
+        rank: Global rank of this process.
+        replicate_mesh: Mesh over which plain tensors are replicated (DDP). None if a plain tensor
+            belongs to this rank alone.
+    """
+
+    def __init__(self, rank: int, replicate_mesh: DeviceMesh | None = None) -> None:
+        self._rank = rank
+        self._replicate_mesh = replicate_mesh
+        self._by_identity: dict[int, tuple[DeviceMesh, MeshLayout]] = {}
+        self._by_value: dict[MeshLayout, MeshLayout] = {}
+
+    def read(self, tensor: Tensor, name: str) -> ParamLayout:
+        """Layout of a parameter.
+
+        Args:
+            tensor: DTensor or plain tensor with at least two dims.
+            name: What to call it in an error.
+
+        Returns:
+            Its layout; parameters of equal meshes share one mesh record.
+
+        Raises:
+            ValueError: If it has fewer than two dims, a placement that is not a shard or a
+                replica, a mesh without this rank, or one whose ranks do not ascend along each
+                axis.
+        """
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            if self._replicate_mesh is None:
+                alone = self._shared(MeshLayout(shape=(1,), ranks=(self._rank,)))
+                return ParamLayout(shape=shape, mesh=alone, axes=(AxisPlacement(),))
+            mesh = self.mesh_layout(self._replicate_mesh, name)
+            return ParamLayout(shape=shape, mesh=mesh, axes=(AxisPlacement(),) * len(mesh.shape))
+        mesh = self.mesh_layout(tensor.device_mesh, name)
+        try:
+            extract_shard_info(tensor)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        axes = tuple(_axis_placement(p, tensor, name) for p in tensor.placements)
+        return ParamLayout(shape=shape, mesh=mesh, axes=axes)
+
+    def mesh_layout(self, mesh: DeviceMesh, name: str) -> MeshLayout:
+        """A mesh as numbers, checked.
+
+        Args:
+            mesh: The mesh.
+            name: Name of the parameter that lives on it, for errors.
+
+        Returns:
+            The record; the same object for equal meshes.
+
+        Raises:
+            ValueError: If this rank is not in the mesh, or ranks do not ascend along an axis.
+        """
+        known = self._by_identity.get(id(mesh))
+        if known is not None:
+            return known[1]
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+        if self._rank not in ranks:
+            raise ValueError(
+                f"{name}: its mesh {mesh} does not contain this rank ({self._rank}). Give each "
+                "rank's optimizer only the parameters that live on the rank"
+            )
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1 and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
+                raise ValueError(
+                    f"{name}: the ranks of its mesh {mesh} do not ascend along mesh axis {axis}, "
+                    "where torch's own placement of shards contradicts itself. Build the mesh "
+                    "with ascending ranks"
+                )
+        layout = self._shared(MeshLayout(shape=tuple(mesh.shape), ranks=tuple(ranks)))
+        self._by_identity[id(mesh)] = (mesh, layout)  # holds the mesh, so that its id stays taken
+        return layout
+
+    def _shared(self, layout: MeshLayout) -> MeshLayout:
+        return self._by_value.setdefault(layout, layout)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: plain, detached, sharing storage."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def like_layout(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Zeros laid out like a parameter: a DTensor for a DTensor, on the local tensor's device."""
+    return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+
+
+def placements_text(tensor: Tensor) -> str:
+    """Layout of a tensor as a person reads it."""
+    if not isinstance(tensor, DTensor):
+        return "plain tensor"
+    return f"{tuple(tensor.placements)} on mesh {tuple(tensor.device_mesh.shape)}"
+
+
+def same_layout(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors have the same global shape, mesh and placements."""
+    if isinstance(left, DTensor) != isinstance(right, DTensor) or left.shape != right.shape:
+        return False
+    if isinstance(left, DTensor) and isinstance(right, DTensor):
+        return left.placements == right.placements and left.device_mesh == right.device_mesh
+    return True
+
+
+def meshes_of(tensors: Sequence[Tensor]) -> list[DeviceMesh]:
+    """The distinct meshes of some tensors, in order of first appearance."""
+    return list(dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)))
+
+
+def _axis_placement(placement: Placement, tensor: DTensor, name: str) -> AxisPlacement:
+    if isinstance(placement, Replicate):
+        return AxisPlacement()
+    if isinstance(placement, Shard):
+        return AxisPlacement(dim=placement.dim % tensor.ndim)
+    if isinstance(placement, StridedShard):
+        strided: Any = placement
+        return AxisPlacement(dim=strided.dim % tensor.ndim, split_factor=strided.split_factor)
+    cure = (
+        "reduce it first: redistribute to Replicate() or Shard(dim)"
+        if isinstance(placement, Partial)
+        else "use Shard, Replicate or FSDP's placements"
+    )
+    raise ValueError(f"{name}: Muon cannot step on placement {placement}; {cure}")

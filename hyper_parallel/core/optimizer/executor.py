@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a plan: what is issued when, and what happens if a rank cannot go on. No Muon in it.
+
+[Note: order of a step]
+Each domain (set of ranks that exchange packets) is *opened* first: its first exchange runs, and its
+headers tell every rank whether all are well and step on the same thing. Only when all domains are
+open is anything written. Then each domain runs as a pipeline: while bucket *k* is orthogonalized,
+*k + 1* travels in and *k - 1* travels back. The order on each process group depends on the plan
+alone, so no rank can wait for another that waits for it.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Orthogonalization
+from hyper_parallel.core.optimizer.collectives import (
+    ProcessGroups,
+    Ranks,
+    Transfer,
+    gather_objects,
+    ranks_by_name,
+    start_all_to_all,
+)
+from hyper_parallel.core.optimizer.packing import PacketFormat, Part, Program, build_program
+from hyper_parallel.core.optimizer.plan import Plan
+
+_HEADER = struct.Struct("<B7xQ")
+_FINE, _FAILED = 0, 1
+
+
+class StepKernel(Protocol):
+    """What an optimizer does to this rank's local tensors in one step."""
+
+    def failure(self) -> str | None:
+        """Why this rank cannot step, found before anything was sent; None if it can."""
+        ...
+
+    def facts(self, params: Sequence[int]) -> list[str]:
+        """What must be equal on all ranks that share these parameters, one fact a line."""
+        ...
+
+    def fingerprint(self, params: Sequence[int]) -> int:
+        """64-bit hash of :meth:`facts`."""
+        ...
+
+    def is_active(self, param: int) -> bool:
+        """Whether a parameter has a gradient in this step."""
+        ...
+
+    def prepare(self, parts: Sequence[Part]) -> list[Tensor]:
+        """What is to be orthogonalized, for active parts; new tensors, no state is touched."""
+        ...
+
+    def compute(self, batch: Tensor, work: Orthogonalization) -> Tensor:
+        """Orthogonalize ``(batch, rows, cols)`` whole matrices."""
+        ...
+
+    def apply(self, stored: Sequence[Part], updates: Sequence[tuple[Part, Tensor]]) -> None:
+        """Write: advance the momentum of ``stored`` and apply the updates; active parts only."""
+        ...
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A bucket on its way through a step."""
+
+    program: Program
+    batches: list[Tensor]
+    gather: Transfer | None = None
+    scatter: Transfer | None = None
+    computed: bool = False
+    arrived: bool = False
+
+
+class Executor:
+    """Runs one rank's plan.
+
+    Args:
+        plan: The plan.
+        groups: Source of process groups.
+        device: Device of the local tensors.
+    """
+
+    def __init__(self, plan: Plan, groups: ProcessGroups, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        programs = [build_program(plan, number) for number in range(len(plan.buckets))]
+        self._alone = [p for p in programs if not p.bucket.num_collectives]
+        self._domains: dict[Ranks, list[Program]] = {ranks: [] for ranks in plan.domains}
+        for program in programs:
+            if program.bucket.num_collectives:
+                self._domains[program.bucket.ranks].append(program)
+        self._groups = {ranks: groups.group(ranks) for ranks in plan.domains}
+        self._params = {
+            ranks: sorted({m.param for b in plan.buckets if b.ranks == ranks for m in b.matrices})
+            for ranks in plan.domains
+        }
+        self._agreed = False
+        self._failure: str | None = None  # why this rank cannot go on
+        self._suspects: set[Ranks] = set()  # domains in which some rank cannot
+        self._fingerprints: dict[Ranks, int] = {}
+        self._written = False
+
+    def run(self, kernel: StepKernel) -> None:
+        """Run one step; every rank runs every exchange of its plan, whatever happens.
+
+        Args:
+            kernel: What to do to the local tensors.
+
+        Raises:
+            RuntimeError: On all ranks of a domain, if one of them cannot step, if they do not
+                agree about the plan or about what they step on, or if a peer does not arrive.
+        """
+        if not self._agreed:
+            self._agree()
+        self._failure = kernel.failure()
+        self._suspects.clear()
+        self._written = False
+        self._fingerprints = {
+            ranks: kernel.fingerprint(params) for ranks, params in self._params.items()
+        }
+        opened = [self._open(programs[0], kernel) for programs in self._domains.values()]
+        self._settle(kernel)
+        for flight, programs in zip(opened, self._domains.values(), strict=True):
+            self._pipeline(flight, programs[1:], kernel)
+        for program in self._alone:
+            self._pipeline(self._start(program, kernel), [], kernel)
+        self._settle(kernel)
+
+    def _agree(self) -> None:
+        for ranks, group in self._groups.items():
+            digests = gather_objects(self._plan.digest(ranks), group)
+            if len(set(digests)) > 1:
+                told = gather_objects(list(self._plan.describe(ranks)), group)
+                raise RuntimeError(
+                    "ranks disagree about the optimizer's plan: "
+                    f"{_first_difference(dict(zip(ranks, told, strict=True)))}. Build the "
+                    "optimizer on every rank from the same parameters, in the same order, with "
+                    "the same settings"
+                )
+        self._agreed = True
+
+    def _open(self, program: Program, kernel: StepKernel) -> _Flight:
+        """Run the first exchange of a domain, up to the moment when its headers are known."""
+        flight = self._start(program, kernel)
+        if flight.gather is not None:
+            self._gathered(flight)
+        else:
+            self._compute(flight, kernel)
+            self._scattered(flight)
+        if program.bucket.ranks in self._suspects and self._failure is None:
+            self._failure = ""  # others will be told; the reason is not known here yet
+        return flight
+
+    def _pipeline(self, current: _Flight, rest: Sequence[Program], kernel: StepKernel) -> None:
+        returning: _Flight | None = None
+        for program in rest:
+            upcoming = self._start(program, kernel)
+            self._compute(current, kernel)
+            if returning is not None:
+                self._finish(returning, kernel)
+            returning, current = current, upcoming
+        self._compute(current, kernel)
+        if returning is not None:
+            self._finish(returning, kernel)
+        self._finish(current, kernel)
+
+    def _start(self, program: Program, kernel: StepKernel) -> _Flight:
+        """Allocate the owned matrices, keep what is here already and send the rest."""
+        flight = _Flight(
+            program,
+            [
+                torch.zeros(
+                    (len(batch.params), *batch.box_shape),
+                    dtype=program.wire_dtype,
+                    device=self._device,
+                )
+                for batch in program.batches
+            ],
+        )
+        kept = [(part, slot) for part, slot in program.keeps if self._steps_on(part, kernel)]
+        sent = [
+            (part, parcel)
+            for part, parcel in zip(program.sends, program.gather_out.parcels, strict=True)
+            if self._steps_on(part, kernel)
+        ]
+        made = kernel.prepare([part for part, _ in kept] + [part for part, _ in sent])
+        _copy([slot.of(flight.batches) for _, slot in kept], made[: len(kept)])
+        if program.bucket.gathers:
+            packet = self._packet(program, program.gather_out)
+            _copy([parcel.of(packet) for _, parcel in sent], made[len(kept) :])
+            flight.gather = self._send(packet, program, program.gather_out, program.gather_in)
+        return flight
+
+    def _gathered(self, flight: _Flight) -> None:
+        """Wait for the pieces of the owned matrices and put them in place."""
+        program = flight.program
+        assert flight.gather is not None
+        received = self._wait(flight.gather, program, program.gather_in, "gather")
+        _copy(
+            [slot.of(flight.batches) for slot in program.fills],
+            [parcel.of(received) for parcel in program.gather_in.parcels],
+        )
+        flight.gather = None
+
+    def _compute(self, flight: _Flight, kernel: StepKernel) -> None:
+        """Orthogonalize what this rank owns and send the updates."""
+        if flight.computed:
+            return
+        program = flight.program
+        if flight.gather is not None:
+            self._gathered(flight)
+        if self._failure is None:
+            try:
+                self._orthogonalize(flight, kernel)
+            except Exception as error:  # noqa: BLE001 -- raised on all ranks once they know
+                self._failure = f"{type(error).__name__}: {error}"
+        if program.bucket.scatters:
+            packet = self._packet(program, program.scatter_out)
+            _copy(
+                [parcel.of(packet) for parcel in program.scatter_out.parcels],
+                [slot.of(flight.batches) for slot in program.returns],
+            )
+            flight.scatter = self._send(packet, program, program.scatter_out, program.scatter_in)
+        flight.computed = True
+
+    def _orthogonalize(self, flight: _Flight, kernel: StepKernel) -> None:
+        for i, batch in enumerate(flight.program.batches):
+            matrices = flight.batches[i].view(-1, batch.num_rows, batch.num_cols)
+            active = [j for j, param in enumerate(batch.params) if kernel.is_active(param)]
+            if len(active) == len(batch.params):
+                result = kernel.compute(matrices, batch.work)
+                flight.batches[i] = result.reshape(-1, *batch.box_shape)
+            elif active:
+                matrices[active] = kernel.compute(matrices[active], batch.work)
+
+    def _scattered(self, flight: _Flight) -> None:
+        program = flight.program
+        if flight.scatter is not None and not flight.arrived:
+            self._wait(flight.scatter, program, program.scatter_in, "scatter")
+            flight.arrived = True
+
+    def _finish(self, flight: _Flight, kernel: StepKernel) -> None:
+        """Wait for the updates of this rank's pieces and write, unless some rank has failed."""
+        program = flight.program
+        updates: list[tuple[Part, Tensor]] = []
+        if flight.scatter is not None:
+            self._scattered(flight)
+            received = flight.scatter.received
+            updates = [
+                (part, parcel.of(received))
+                for part, parcel in zip(program.updates, program.scatter_in.parcels, strict=True)
+            ]
+        if self._failure is not None or program.bucket.ranks in self._suspects:
+            return
+        updates += [(part, slot.of(flight.batches)) for part, slot in program.kept_updates]
+        kernel.apply(
+            [part for part in program.stored if kernel.is_active(part.param)],
+            [(part, update) for part, update in updates if kernel.is_active(part.param)],
+        )
+        self._written = True
+
+    def _steps_on(self, part: Part, kernel: StepKernel) -> bool:
+        return self._failure is None and kernel.is_active(part.param)
+
+    def _packet(self, program: Program, form: PacketFormat) -> Tensor:
+        # Zeros, so that a matrix without a gradient travels as nothing at all.
+        return torch.zeros(sum(form.sizes), dtype=program.wire_dtype, device=self._device)
+
+    def _send(
+        self, packet: Tensor, program: Program, out: PacketFormat, into: PacketFormat
+    ) -> Transfer:
+        ranks = program.bucket.ranks
+        status = _FINE if self._failure is None else _FAILED
+        if status != _FINE:
+            self._suspects.add(ranks)
+        text = _HEADER.pack(status, self._fingerprints[ranks])
+        header = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
+        itemsize = packet.element_size()
+        raw = packet.view(torch.uint8)
+        for offset in out.headers.values():
+            raw.narrow(0, offset * itemsize, HEADER_BYTES).copy_(header)
+        return start_all_to_all(packet, out.sizes, into.sizes, self._groups[ranks])
+
+    def _wait(
+        self, transfer: Transfer, program: Program, form: PacketFormat, direction: str
+    ) -> Tensor:
+        ranks = program.bucket.ranks
+        try:
+            received = transfer.wait()
+        except RuntimeError as error:
+            names = [self._plan.params[m.param].name for m in program.bucket.matrices[:1]]
+            raise RuntimeError(
+                f"bucket {program.number} of {len(self._plan.buckets)} ({direction} among ranks "
+                f"{list(ranks)}, starts with {names[0]}) did not complete: a rank failed, or did "
+                f"not call step() within the timeout of the process group. {error}"
+            ) from error
+        if not form.headers:
+            return received
+        raw, itemsize = received.view(torch.uint8), received.element_size()
+        headers = torch.stack(
+            [raw.narrow(0, at * itemsize, HEADER_BYTES) for at in form.headers.values()]
+        )
+        for text in headers.cpu().tolist():
+            if _HEADER.unpack(bytes(text)) != (_FINE, self._fingerprints[ranks]):
+                self._suspects.add(ranks)
+        return received
+
+    def _settle(self, kernel: StepKernel) -> None:
+        """Raise, with the same message on all ranks of a suspect domain."""
+        message = self._failure
+        for ranks, group in self._groups.items():
+            if ranks not in self._suspects:
+                continue
+            told = gather_objects((message, kernel.facts(self._params[ranks])), group)
+            reasons = {r: text for r, (text, _) in zip(ranks, told, strict=True) if text}
+            if reasons:
+                first = min(reasons)
+                message = f"rank {first} cannot step: {reasons[first]}"
+            else:
+                facts = {r: lines for r, (_, lines) in zip(ranks, told, strict=True)}
+                message = (
+                    f"ranks disagree about this step: {_first_difference(facts)}. All ranks that "
+                    "share a parameter must step with the same hyperparameters, and either all or "
+                    "none of them with a gradient"
+                )
+        if message is not None:
+            outcome = (
+                "Part of the parameters has been updated: go back to the last checkpoint"
+                if self._written
+                else "No weight and no optimizer state was changed"
+            )
+            raise RuntimeError(f"{message}. {outcome}")
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _first_difference(lines: Mapping[int, Sequence[str]]) -> str:
+    """Name the first line in which ranks differ, and who says what."""
+    for number in range(max(map(len, lines.values()))):
+        said: dict[str, list[int]] = {}
+        for rank, own in lines.items():
+            line = own[number] if number < len(own) else "nothing more"
+            said.setdefault(line, []).append(rank)
+        if len(said) > 1:
+            return " but ".join(
+                f"{ranks_by_name(dict.fromkeys(ranks))} has {line}" for line, ranks in said.items()
+            )
+    return "for a reason that their descriptions do not show"

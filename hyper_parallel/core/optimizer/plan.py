@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a step: who orthogonalizes what, and in which bucket it travels. Frozen, no torch."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from typing_extensions import override
+
+from hyper_parallel.core.optimizer.bucket import Bucket, PlannedParam
+from hyper_parallel.core.optimizer.report import plan_table, ranks_text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one rank's optimizer step will do, as data.
+
+    Ranks that share a bucket hold the same description of it. A rank sees only the buckets that it
+    takes part in, so pipeline stages have different plans.
+
+    Attributes:
+        rank: The rank whose plan this is.
+        params: The parameters, in the order of the parameter groups.
+        buckets: The buckets, in the order in which they run.
+        bucket_bytes: The bound that the buckets were cut by.
+    """
+
+    rank: int
+    params: tuple[PlannedParam, ...]
+    buckets: tuple[Bucket, ...]
+    bucket_bytes: int
+
+    @cached_property
+    def domains(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that exchange packets, in the order in which they do."""
+        return tuple(dict.fromkeys(b.ranks for b in self.buckets if b.num_collectives))
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives that this rank takes part in during one step."""
+        return sum(bucket.num_collectives for bucket in self.buckets)
+
+    def describe(self, ranks: tuple[int, ...]) -> Iterator[str]:
+        """The part of the plan that a set of ranks shares, one fact a line.
+
+        Two ranks agree if and only if their lines are equal; the first that differs names the
+        disagreement.
+
+        Args:
+            ranks: The set of ranks.
+
+        Yields:
+            The parameters, then the buckets.
+        """
+        shared = [bucket for bucket in self.buckets if bucket.ranks == ranks]
+        used = sorted({planned.param for bucket in shared for planned in bucket.matrices})
+        position = {index: i for i, index in enumerate(used)}
+        for index in used:
+            param = self.params[index]
+            yield (
+                f"parameter {param.name}: shape {param.layout.shape}, "
+                f"placements {param.layout.placements_text()}, "
+                f"momentum {param.source.placements_text()}, "
+                f"mesh {param.layout.mesh.shape} of ranks {ranks_text(param.layout.mesh.ranks)}, "
+                f"matrix_view {param.view}, {param.work}"
+            )
+        for number, bucket in enumerate(shared):
+            owners = [(position[m.param], m.matrix.box, m.owner) for m in bucket.matrices]
+            yield (
+                f"bucket {number}: {bucket.wire_dtype}, {bucket.gathers}, {bucket.scatters}, "
+                f"{len(owners)} matrices (parameter, box, owner): {owners}"
+            )
+
+    def digest(self, ranks: tuple[int, ...] | None = None) -> str:
+        """Hash of the plan, or of the part that a set of ranks shares.
+
+        Args:
+            ranks: One of :attr:`domains`. All of the plan if None.
+
+        Returns:
+            Hex digest, stable across processes and Python versions.
+        """
+        lines = json.dumps(self.to_dict()) if ranks is None else "\n".join(self.describe(ranks))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values that JSON can hold."""
+        return asdict(self)
+
+    @override
+    def __str__(self) -> str:
+        """A table: layouts, matrices, owner loads, collectives, bytes and memory."""
+        return plan_table(self.rank, self.params, self.buckets)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a plan: owners by longest processing time, buckets by bytes. No torch.
+
+Every decision is computed from metadata that all ranks of a bucket share, so all of them reach the
+same one without a message.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hyper_parallel.core.optimizer.bucket import Bucket, PlannedMatrix, PlannedParam
+from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
+from hyper_parallel.core.optimizer.matrix_view import matrices_of
+from hyper_parallel.core.optimizer.plan import Plan
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A matrix that is to be given an owner.
+
+    Attributes:
+        cost: FLOPs of orthogonalizing it.
+        nbytes: Its bytes on the wire.
+        candidates: Ranks that may own it; any rank of the domain if None.
+    """
+
+    cost: int
+    nbytes: int
+    candidates: Ranks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A matrix before it has an owner, and which bucket it may go to."""
+
+    planned: PlannedMatrix
+    item: Item
+    local_nbytes: int
+    wire_dtype: str
+    gathers: bool
+    scatters: bool
+
+
+def build_plan(params: Sequence[PlannedParam], *, rank: int, bucket_bytes: int) -> Plan:
+    """Decide who orthogonalizes which matrix, and in which bucket it travels.
+
+    Args:
+        params: The parameters that this rank takes part in.
+        rank: Global rank whose plan it is.
+        bucket_bytes: Most bytes, on the wire, that one rank holds of one bucket. A matrix that is
+            larger than this travels alone.
+
+    Returns:
+        The plan. Its buckets are in an order in which all ranks meet: domains with more ranks
+        first, then by rank, whatever the order of the parameters.
+
+    Raises:
+        ValueError: If ``bucket_bytes`` is not positive or a view does not fit its parameter.
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    domains: dict[Ranks, list[_Candidate]] = defaultdict(list)
+    for index, param in enumerate(params):
+        ranks = tuple(sorted(param.layout.mesh.ranks))
+        domains[ranks].extend(_candidates(index, param))
+    buckets: list[Bucket] = []
+    for ranks in sorted(domains, key=lambda ranks: (-len(ranks), ranks)):
+        candidates = domains[ranks]
+        owners = assign_owners([candidate.item for candidate in candidates], ranks)
+        owned = [
+            PlannedMatrix(c.planned.param, c.planned.matrix, owner)
+            for c, owner in zip(candidates, owners, strict=True)
+        ]
+        buckets.extend(_buckets_of_domain(ranks, candidates, owned, bucket_bytes))
+    return Plan(rank, tuple(params), tuple(buckets), bucket_bytes)
+
+
+def assign_owners(items: Sequence[Item], ranks: Ranks) -> list[int]:
+    """Give each item to its least loaded candidate, most expensive item first.
+
+    This is Graham's longest-processing-time rule, whose largest load is at most
+    ``4/3 - 1/(3 * num_ranks)`` times the optimum when any rank may own any item.
+
+    Args:
+        items: What is to be owned.
+        ranks: The ranks of the domain.
+
+    Returns:
+        One rank per item. Ties go to the rank with fewer bytes, then to the lower rank, then to
+        the earlier item, so every rank computes the same answer.
+
+    Example:
+        >>> costs = [3, 9, 4, 2]
+        >>> assign_owners([Item(cost=c, nbytes=0) for c in costs], (0, 1))
+        [1, 0, 1, 1]
+
+    References:
+        Graham, "Bounds on Multiprocessing Timing Anomalies", 1969.
+        https://doi.org/10.1137/0117039
+    """
+    loads = dict.fromkeys(ranks, (0, 0))
+    heap = [(0, 0, rank) for rank in ranks]
+    heapq.heapify(heap)
+    # What can only be owned in one place comes first: the rest is then balanced around it.
+    order = sorted(
+        range(len(items)),
+        key=lambda i: (_has_choice(items[i]), -items[i].cost, -items[i].nbytes, i),
+    )
+    owners = [-1] * len(items)
+    for i in order:
+        item = items[i]
+        if item.candidates is None:
+            while heap[0][:2] != loads[heap[0][2]]:  # the load has changed since it was pushed
+                heapq.heappop(heap)
+            owner = heap[0][2]
+        else:
+            owner = min(item.candidates, key=lambda rank: (*loads[rank], rank))
+        flops, nbytes = loads[owner]
+        loads[owner] = (flops + item.cost, nbytes + item.nbytes)
+        heapq.heappush(heap, (*loads[owner], owner))
+        owners[i] = owner
+    return owners
+
+
+def _has_choice(item: Item) -> bool:
+    return item.candidates is None or len(item.candidates) > 1
+
+
+def _candidates(index: int, param: PlannedParam) -> Iterable[_Candidate]:
+    layout, source, work = param.layout, param.source, param.work
+    itemsize = ITEMSIZE[work.wire_dtype]
+    for matrix in matrices_of(layout.shape, param.view, param.name):
+        if not matrix.numel:
+            continue  # nothing to orthogonalize
+        holders = tuple(source.mesh.rank_at(c) for c in source.holders(matrix.box))
+        nbytes = matrix.numel * itemsize
+        alone = len(holders) == 1 and layout.num_replicas == 1
+        yield _Candidate(
+            planned=PlannedMatrix(index, matrix, -1),
+            item=Item(
+                cost=work.flops(matrix),
+                nbytes=nbytes,
+                candidates=holders or None,
+            ),
+            local_nbytes=nbytes // layout.num_shards,
+            wire_dtype=work.wire_dtype,
+            gathers=not holders,
+            scatters=not alone,
+        )
+
+
+def _buckets_of_domain(
+    ranks: Ranks,
+    candidates: Sequence[_Candidate],
+    owned: Sequence[PlannedMatrix],
+    bucket_bytes: int,
+) -> Iterable[Bucket]:
+    # Whatever travels shares buckets, with or without a gather: fewer collectives.
+    kinds: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    for i, candidate in enumerate(candidates):
+        kinds[not candidate.scatters, candidate.wire_dtype].append(i)
+    for (stays, wire_dtype), members in sorted(kinds.items()):
+        for chosen in _cut(members, candidates, owned, bucket_bytes):
+            yield Bucket(
+                ranks=ranks,
+                wire_dtype=wire_dtype,
+                gathers=any(candidates[i].gathers for i in chosen),
+                scatters=not stays,
+                matrices=tuple(owned[i] for i in chosen),
+            )
+
+
+def _cut(
+    members: Sequence[int],
+    candidates: Sequence[_Candidate],
+    owned: Sequence[PlannedMatrix],
+    bucket_bytes: int,
+) -> list[list[int]]:
+    """Cut matrices into buckets such that every owner has an even share of every bucket."""
+    by_owner: dict[int, list[int]] = defaultdict(list)
+    for i in members:
+        by_owner[owned[i].owner].append(i)
+    spread = sum(candidates[i].local_nbytes for i in members)
+    largest = max(sum(candidates[i].item.nbytes for i in own) for own in by_owner.values())
+    num_buckets = max(1, -(-max(largest, spread) // bucket_bytes))
+    most = max(num_buckets, *(len(own) for own in by_owner.values()))  # one matrix per owner
+    while True:
+        buckets, fits = _deal(by_owner, candidates, num_buckets, bucket_bytes)
+        if fits or num_buckets == most:
+            return [sorted(bucket) for bucket in buckets if bucket]
+        num_buckets += 1
+
+
+def _deal(
+    by_owner: dict[int, list[int]],
+    candidates: Sequence[_Candidate],
+    num_buckets: int,
+    bucket_bytes: int,
+) -> tuple[list[list[int]], bool]:
+    buckets: list[list[int]] = [[] for _ in range(num_buckets)]
+    fits = True
+    for own in by_owner.values():
+        sizes = [candidates[i].item.nbytes for i in own]
+        items = [Item(cost=size, nbytes=0) for size in sizes]
+        held = [0] * num_buckets
+        for i, size, part in zip(
+            own, sizes, assign_owners(items, tuple(range(num_buckets))), strict=True
+        ):
+            fits &= not held[part] or held[part] + size <= bucket_bytes
+            held[part] += size
+            buckets[part].append(i)
+    return buckets, fits

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Polar factors: the orthogonalization at the heart of Muon.
+
+Everything here works on local tensors and knows nothing of ranks. Matrices are ``(..., m, n)``;
+leading dims are a batch.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.core.optimizer.coefficients import (
+    Coefficients,
+    Schedule,
+    resolve_coefficients,
+)
+
+__all__ = ["METHODS", "orthogonalize", "orthogonalize_with_schedule"]
+
+METHODS: Final = ("auto", "standard")
+
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# Elements squared at once for a norm: bounds the temporary, and is enough to keep a GPU busy.
+_NORM_CHUNK_NUMEL = 2**22
+
+# X, normalized and with no more rows than columns, and the schedule, to the result in that shape.
+_Form: TypeAlias = Callable[[Tensor, Schedule], Tensor]
+
+
+def orthogonalize(
+    X: Tensor,
+    *,
+    coefficients: Coefficients = "jordan",
+    steps: int | None = None,
+    method: str = "auto",
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Approximate the polar factor ``U V^T`` of each matrix ``X = U S V^T``.
+
+    Newton-Schulz: ``X`` is divided by its Frobenius norm, then each step applies an odd
+    polynomial to all singular values at once by matrix products alone. How near to 1 they end
+    depends on the coefficients: 0.68 to 1.13 with the default, for those above 0.01 of the norm.
+
+    The scale of ``X`` is irrelevant. Each matrix is divided by its largest absolute entry, and
+    then by its norm, in float32 (float64 if ``X`` or ``dtype`` is) before anything is rounded to
+    ``dtype``, so that a gradient of 1e-41 or of 1e38 gives the update that a gradient of 1 gives.
+    ``torch.optim.Muon`` differs: its ``eps`` is a floor of the norm of ``X`` itself, so that
+    small gradients give small updates, and a norm that overflows gives none.
+
+    Args:
+        X: ``(..., m, n)``, local, floating-point, any strides. Never modified.
+        coefficients: One triple ``(a, b, c)`` for every step, a sequence of triples, or the name
+            of a preset. See ``resolve_coefficients``.
+        steps: Number of steps. None means all that ``coefficients`` has, and 5 for one triple.
+        method: ``"standard"`` multiplies the ``m x n`` matrix in every step. ``"auto"`` chooses.
+        eps: Floor of the Frobenius norm *after* the largest entry has been scaled to 1. That norm
+            is at least 1 unless the matrix is zero: ``eps`` keeps zero matrices zero, and has no
+            effect on others unless it exceeds 1.
+        dtype: Of the products: bfloat16, float16, float32 or float64. float16 is slow on CPUs.
+
+    Returns:
+        Shape, dtype and device of ``X``; a new tensor that needs no gradient. Strides are not
+        promised. A zero matrix gives exactly zero. A matrix with an inf or NaN gives all NaN and
+        leaves the others of its batch as they would be without it.
+
+    Raises:
+        TypeError: If ``X`` is not a dense real floating-point tensor, or from
+            ``resolve_coefficients``.
+        ValueError: If ``X`` has fewer than two dims, ``method``, ``eps`` or ``dtype`` is not one
+            of the above, or from ``resolve_coefficients``.
+
+    Example:
+        >>> orthogonalize(torch.tensor([[3.0, 0.0], [0.0, -4.0]]), coefficients="deepseek_v4")
+        tensor([[ 1.,  0.],
+                [ 0., -1.]])
+
+    References:
+        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+        https://kellerjordan.github.io/posts/muon/
+
+        Amsel et al., "The Polar Express: Optimal Matrix Sign Methods and Their Application to the
+        Muon Algorithm", 2025. https://arxiv.org/abs/2505.16932
+    """
+    schedule = resolve_coefficients(coefficients, steps)
+    return orthogonalize_with_schedule(X, schedule, method=method, eps=eps, dtype=dtype)
+
+
+@torch.no_grad()
+def orthogonalize_with_schedule(
+    X: Tensor,
+    schedule: Schedule,
+    *,
+    method: str = "auto",
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Do what ``orthogonalize`` does, for coefficients resolved beforehand.
+
+    For callers that step often: the schedule is used as it is, without a check.
+
+    Args:
+        X: ``(..., m, n)``, local. Never modified.
+        schedule: What ``resolve_coefficients`` returned.
+        method: As in ``orthogonalize``.
+        eps: As in ``orthogonalize``.
+        dtype: As in ``orthogonalize``.
+
+    Returns:
+        As ``orthogonalize``.
+
+    Raises:
+        TypeError: If ``X`` is not a dense real floating-point tensor.
+        ValueError: If ``X`` has fewer than two dims, or ``method``, ``eps`` or ``dtype`` is not
+            one of those allowed.
+    """
+    _check_matrices(X)
+    form = _select_form(method)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: expected a finite number, at least 0 (1e-7 is usual), got {eps!r}")
+    if dtype not in _FLOAT_DTYPES:
+        raise ValueError(
+            f"dtype: expected one of {', '.join(map(str, _FLOAT_DTYPES))}, got {dtype!r}"
+        )
+    if X.numel() == 0:
+        return torch.empty_like(X)
+    is_tall = X.size(-2) > X.size(-1)
+    wide = X.mT if is_tall else X
+    shape = wide.shape
+    # A batch of one takes the 2-D products, which are no slower and tuned best.
+    batch_shape = shape[-2:] if shape[:-2].numel() == 1 else (-1, *shape[-2:])
+    # One expression: a name for the normalized copy would keep it alive through every step.
+    Y = form(_normalize(wide, eps, dtype).reshape(batch_shape), schedule).reshape(shape)
+    return (Y.mT if is_tall else Y).to(X.dtype)
+
+
+def _check_matrices(X: Tensor) -> None:
+    if not isinstance(X, Tensor):
+        raise TypeError(f"orthogonalize: expected a Tensor, got {type(X).__name__}")
+    if X.layout is not torch.strided:
+        raise TypeError(
+            f"orthogonalize: expected a dense tensor, got layout {X.layout} with shape "
+            f"{tuple(X.shape)}; pass X.to_dense()"
+        )
+    if X.dtype not in _FLOAT_DTYPES:
+        raise TypeError(
+            f"orthogonalize: expected dtype {', '.join(map(str, _FLOAT_DTYPES))}, got {X.dtype} "
+            f"with shape {tuple(X.shape)}; complex, integer and 8-bit matrices are not supported"
+        )
+    if X.ndim < 2:
+        raise ValueError(
+            f"orthogonalize: expected matrices of shape (..., m, n), got shape {tuple(X.shape)}; "
+            "give vectors and scalars to another optimizer, or reshape them to matrices"
+        )
+
+
+def _select_form(method: str) -> _Form:
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))}, got {method!r}")
+    return _iterate_standard
+
+
+# Divides each matrix by its Frobenius norm, then rounds to ``dtype``. Gives a new tensor.
+def _normalize(X: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    work_dtype = torch.float64 if torch.float64 in (X.dtype, dtype) else torch.float32
+    # Two reductions make no copy, as abs() would, and keep NaN.
+    amax = torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
+    amax = amax.to(work_dtype)
+    # A division, which also promotes: the reciprocal of a subnormal overflows. A NaN in amax
+    # divides by 1, and reaches every entry through the norm.
+    scaled = X / torch.where(amax > 0, amax, 1)
+    norm = _frobenius_norm(scaled).clamp_(min=max(eps, torch.finfo(work_dtype).tiny))
+    return scaled.div_(norm[..., None, None]).to(dtype)
+
+
+# ``(..., m, n)`` to ``(...)``. Not torch.linalg.vector_norm: on CPUs that adds float32 one after
+# the other, and is wrong by 6e-4 at 2e7 elements and by 1e-2 at 1e8; sum() adds pairwise. Rows
+# first, so that the order in which a matrix is summed hardly depends on its batch.
+def _frobenius_norm(X: Tensor) -> Tensor:
+    rows_per_chunk = max(1, _NORM_CHUNK_NUMEL * X.size(-2) // X.numel())
+    sums = [(rows * rows).sum(-1) for rows in torch.split(X, rows_per_chunk, dim=-2)]
+    return torch.cat(sums, dim=-1).sum(-1).sqrt()
+
+
+# ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, for one matrix or a batch. Out of place: calls
+# are independent of each other, and what a step no longer needs is freed at once.
+def _iterate_standard(X: Tensor, schedule: Schedule) -> Tensor:
+    multiply_add = torch.addmm if X.ndim == 2 else torch.baddbmm
+    for a, b, c in schedule:
+        A = X @ X.mT
+        A = multiply_add(A, A, A, beta=b, alpha=c)
+        X = multiply_add(X, A, X, beta=a)
+    return X

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a table that a person reads. No torch."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from hyper_parallel.core.optimizer.bucket import Bucket, PlannedParam, owner_loads
+from hyper_parallel.core.optimizer.routes import gather_route, scatter_route
+
+
+def plan_table(rank: int, params: Sequence[PlannedParam], buckets: Sequence[Bucket]) -> str:
+    """Format a plan.
+
+    Args:
+        rank: The rank whose plan it is.
+        params: Its parameters.
+        buckets: Its buckets.
+
+    Returns:
+        Lines of at most about a hundred columns: first the parameters by layout, then the
+        exchanges by set of ranks, as this rank takes part in them.
+    """
+    lines = [
+        f"Muon plan of rank {rank}: {len(params)} parameters, "
+        f"{sum(len(b.matrices) for b in buckets)} matrices, {len(buckets)} buckets, "
+        f"{sum(b.num_collectives for b in buckets)} collectives a step",
+        "",
+    ]
+    lines += table(
+        ("layout", "mesh", "parameters", "matrices", "Newton-Schulz"),
+        _layout_rows(params, buckets),
+    )
+    lines.append("")
+    lines += table(
+        ("ranks", "buckets", "collectives", "owner load max / mean", "received", "extra memory"),
+        _domain_rows(rank, params, buckets),
+    )
+    return "\n".join(lines)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Align columns.
+
+    Args:
+        header: Titles.
+        rows: Cells, as many as there are titles.
+
+    Returns:
+        One line per row, the header and a rule first.
+    """
+    cells = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return [line.rstrip() for line in lines]
+
+
+def quantity(value: float, unit: str) -> str:
+    """A number with a decimal prefix.
+
+    Args:
+        value: The number.
+        unit: Its unit.
+
+    Returns:
+        Three digits, prefix and unit.
+
+    Example:
+        >>> quantity(2_360_000, "B")
+        '2.36 MB'
+    """
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} P{unit}"
+
+
+def received_bytes(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> int:
+    """Bytes that reach a rank from others for one bucket, both ways, headers included.
+
+    Args:
+        params: The plan's parameters.
+        bucket: One of its buckets.
+        rank: Global rank.
+
+    Returns:
+        The bytes.
+    """
+    total = 0
+    for travels, route in ((bucket.gathers, gather_route), (bucket.scatters, scatter_route)):
+        if travels:
+            exchange = route(params, bucket, rank)
+            total += exchange.numel_received() * bucket.itemsize
+            total += bucket.header_bytes
+    return total
+
+
+def _layout_rows(
+    params: Sequence[PlannedParam], buckets: Sequence[Bucket]
+) -> list[tuple[str, ...]]:
+    matrices = Counter(planned.param for bucket in buckets for planned in bucket.matrices)
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    for index, param in enumerate(params):
+        work = f"{param.work.method}, {len(param.work.coefficients)} steps, {param.work.dtype}"
+        mesh = "x".join(map(str, param.layout.mesh.shape))
+        counts = rows.setdefault(
+            (param.layout.placements_text() or "whole", mesh or "1", work), [0, 0]
+        )
+        counts[0] += 1
+        counts[1] += matrices[index]
+    return [
+        (layout, mesh, str(params), str(count), work)
+        for (layout, mesh, work), (params, count) in rows.items()
+    ]
+
+
+def _domain_rows(
+    rank: int, params: Sequence[PlannedParam], buckets: Sequence[Bucket]
+) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for ranks in dict.fromkeys(bucket.ranks for bucket in buckets):
+        shared = [bucket for bucket in buckets if bucket.ranks == ranks]
+        loads = owner_loads(params, shared, ranks).values()
+        mean = sum(loads) / len(ranks)
+        received = sum(received_bytes(params, bucket, rank) for bucket in shared)
+        rows.append(
+            (
+                ranks_text(ranks),
+                str(len(shared)),
+                str(sum(bucket.num_collectives for bucket in shared)),
+                f"{quantity(max(loads), 'FLOP')} / {quantity(mean, 'FLOP')}"
+                f" = {max(loads) / mean if mean else 1:.3f}",
+                quantity(received, "B"),
+                quantity(peak_extra_bytes(params, shared, rank), "B"),
+            )
+        )
+    return rows
+
+
+def peak_extra_bytes(params: Sequence[PlannedParam], buckets: Sequence[Bucket], rank: int) -> int:
+    """Upper bound on what a step allocates on a rank: two buckets and their packets.
+
+    Args:
+        params: The plan's parameters.
+        buckets: Buckets that follow each other.
+        rank: Global rank.
+
+    Returns:
+        The bytes.
+    """
+    sizes = sorted((_bucket_bytes(params, bucket, rank) for bucket in buckets), reverse=True)
+    return sum(sizes[:2])
+
+
+def _bucket_bytes(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> int:
+    owned = sum(m.matrix.numel for m in bucket.matrices if m.owner == rank)
+    gather = gather_route(params, bucket, rank)
+    scatter = scatter_route(params, bucket, rank)
+    numel = owned * 4  # the matrices and the working set of Newton-Schulz
+    for exchange in (gather, scatter):
+        numel += exchange.numel_sent() + exchange.numel_received()
+    return numel * bucket.itemsize
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """A set of ranks in short: ``0-7``, ``0, 2, 4`` or its first eight and their number."""
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)})"
