@@ -26,7 +26,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also runs as a script, anywhere
 
-from examples.options import add_training_arguments, check_options, exit_with
+from examples.options import add_training_arguments, check_options, exit_with, whole_number
 from examples.run_log import read_steps, read_summary
 from examples.text_data import load_text
 
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plot_losses(comparison.run_dir)
     console.print(summary_table(comparison.run_dir))
     console.print("Written:")
-    for path in sorted(comparison.run_dir.glob("**/*.[pjt][nsx]*")):
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    for name in ("loss.png", "adamw/metrics.jsonl", "muon/metrics.jsonl", "muon/plan.txt"):
+        console.print(f"  {comparison.run_dir / name}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def parse_comparison(argv: Sequence[str] | None) -> Comparison:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument(
         "--nproc",
-        type=int,
+        type=whole_number(least=1),
         metavar="N",
         help="processes of each run (default: one a GPU, else one a core and at most 4)",
     )
@@ -125,6 +125,7 @@ def parse_comparison(argv: Sequence[str] | None) -> Comparison:
         help="where all results go (default: %(default)s)",
     )
     parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]",
         parents=[own],
         allow_abbrev=False,
         description="Train with Muon and with AdamW on the same budget, and compare the losses.",

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,7 +87,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parallelism")
     group.add_argument(
         "--mesh",
-        metavar="AXIS=N[,AXIS=N]",
+        metavar="AXIS=N,...",
         help="processes per mesh axis, of dp_replicate and dp_shard, such as "
         "dp_replicate=2,dp_shard=4; their product is the number of processes "
         "(default: dp_shard over all of them)",
@@ -120,6 +120,7 @@ def parse_train_options(argv: Sequence[str] | None, *, world_size: int) -> Optio
         ValueError: Naming the option, what it was, and the way out.
     """
     parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]",
         description="Train a small byte-level GPT with fully_shard, by Muon or AdamW.",
         epilog="one process: python examples/train_gpt.py; "
         "several: torchrun --nproc-per-node 2 examples/train_gpt.py",
@@ -241,36 +242,50 @@ def _parse_mesh(text: str | None, *, world_size: int) -> dict[str, int]:
             )
         mesh[axis] = int(size)
     if math.prod(mesh.values()) != world_size:
-        product = " x ".join(str(size) for size in mesh.values())
         raise ValueError(
-            f"--mesh {text} is {product} = {math.prod(mesh.values())} processes, but this run has "
-            f"{world_size} (WORLD_SIZE); start {math.prod(mesh.values())} of them, or pass sizes "
-            f"whose product is {world_size}"
+            f"--mesh {text}: the product of its sizes is {math.prod(mesh.values())}, but this run "
+            f"has {world_size} processes (WORLD_SIZE); start {math.prod(mesh.values())}, or pass "
+            f"sizes whose product is {world_size}"
         )
     return {axis: mesh[axis] for axis in MESH_AXES if axis in mesh}
 
 
-def _add_int(
-    group: argparse._ArgumentGroup, flag: str, default: int, text: str, *, least: int = 1
-) -> None:
+def whole_number(*, least: int) -> Callable[[str], int]:
+    """Make the type of an option that counts.
+
+    Args:
+        least: Smallest value allowed.
+
+    Returns:
+        Parser of one value, for ``add_argument(type=...)``.
+    """
+
     def parse(value: str) -> int:
         if not value.isdecimal() or int(value) < least:
             raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of {least} or more")
         return int(value)
 
-    help_text = f"{text} (default: %(default)s)"
-    group.add_argument(flag, type=parse, default=default, metavar="N", help=help_text)
+    return parse
+
+
+def _finite(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a finite number of 0 or more")
+    return number
+
+
+def _add_int(
+    group: argparse._ArgumentGroup, flag: str, default: int, text: str, *, least: int = 1
+) -> None:
+    kind = whole_number(least=least)
+    text = f"{text} (default: %(default)s)"
+    group.add_argument(flag, type=kind, default=default, metavar="N", help=text)
 
 
 def _add_float(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:
-    def parse(value: str) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not 0 <= number < math.inf:
-            raise argparse.ArgumentTypeError(f"{value!r} is not a finite number of 0 or more")
-        return number
-
-    help_text = f"{text} (default: %(default)s)"
-    group.add_argument(flag, type=parse, default=default, metavar="X", help=help_text)
+    text = f"{text} (default: %(default)s)"
+    group.add_argument(flag, type=_finite, default=default, metavar="X", help=text)

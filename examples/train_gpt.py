@@ -35,6 +35,7 @@ from examples.gpt import GPT, GPTConfig, generate
 from examples.options import Options, exit_with, parse_train_options, write_options
 from examples.run_log import Record, RunLog
 from examples.text_data import Split, TextData, load_text
+from hyper_parallel import Muon, muon_param_groups
 
 _ADAMW_BETAS = (0.9, 0.95)
 _FINAL_LR = 0.1  # of the peak, where the cosine ends
@@ -67,8 +68,6 @@ def build_optimizer(model: nn.Module, options: Options) -> tuple[Optimizer, str]
     if options.optimizer == "adamw":
         optimizer = AdamW([{"params": model.parameters(), **adamw}])
         return optimizer, str(optimizer)
-    from hyper_parallel import Muon, muon_param_groups
-
     groups = muon_param_groups(model, adamw=adamw)
     muon = Muon(
         groups,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hyper_parallel.core.optimizer.dtensor_layout import like_layout, local_tensor
+from hyper_parallel.core.optimizer.dtensor_layout import local_tensor, zeros_like_param
 
 
 def make_state(param: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
@@ -23,11 +23,11 @@ def make_state(param: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
     """
     state = {
         "step": torch.tensor(0.0),
-        "exp_avg": like_layout(param, None),
-        "exp_avg_sq": like_layout(param, None),
+        "exp_avg": zeros_like_param(param),
+        "exp_avg_sq": zeros_like_param(param),
     }
     if amsgrad:
-        state["max_exp_avg_sq"] = like_layout(param, None)
+        state["max_exp_avg_sq"] = zeros_like_param(param)
     return state
 
 

@@ -94,6 +94,9 @@ class Bucket:
 
     Attributes:
         ranks: Global ranks that take part, ascending.
+        route: ``"direct"``: updates go from the owner to every holder in one all-to-all.
+            ``"staged"``: to the holders of the owner's copy first, and from each of them along the
+            replicate axes to those that hold the same. The bytes are equal, the groups smaller.
         wire_dtype: Dtype on the wire.
         gathers: Whether anything travels to an owner.
         scatters: Whether anything travels back.
@@ -101,6 +104,7 @@ class Bucket:
     """
 
     ranks: tuple[int, ...]
+    route: str
     wire_dtype: str
     gathers: bool
     scatters: bool
@@ -109,12 +113,8 @@ class Bucket:
     @property
     def num_collectives(self) -> int:
         """All-to-alls of this bucket in one step."""
-        return int(self.gathers) + int(self.scatters)
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of the headers that a rank receives in one collective."""
-        return HEADER_BYTES * (len(self.ranks) - 1)
+        staged = self.scatters and self.route == "staged"
+        return int(self.gathers) + int(self.scatters) + int(staged)
 
     @property
     def itemsize(self) -> int:

@@ -102,9 +102,43 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
-def like_layout(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def zeros_like_param(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros laid out like a parameter: a DTensor for a DTensor, on the local tensor's device."""
-    return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+
+def in_layout(
+    tensor: Tensor, layout: ParamLayout, mesh: DeviceMesh | None, dtype: torch.dtype
+) -> DTensor:
+    """A state of a parameter, brought to a layout finer than the parameter's.
+
+    Args:
+        tensor: Plain tensor (replicated) or DTensor, global shape as the layout's.
+        layout: The layout to reach.
+        mesh: The mesh, for a plain tensor.
+        dtype: The dtype to reach.
+
+    Returns:
+        A DTensor with the same values. Cutting what is replicated needs no communication; anything
+        else is a redistribution, in which all ranks of the mesh take part.
+    """
+    placements = tuple(_placement(axis) for axis in layout.axes)
+    if not isinstance(tensor, DTensor):
+        assert mesh is not None
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if tensor.placements != placements:
+        tensor = tensor.redistribute(placements=placements)
+    cast = tensor.to(dtype)
+    assert isinstance(cast, DTensor)
+    return cast
+
+
+def _placement(axis: AxisPlacement) -> Placement:
+    if axis.dim is None:
+        return Replicate()
+    if axis.split_factor == 1:
+        return Shard(axis.dim)
+    return StridedShard(axis.dim, split_factor=axis.split_factor)
 
 
 def placements_text(tensor: Tensor) -> str:

@@ -48,6 +48,7 @@ def build_engine(
     groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]],
     *,
     bucket_bytes: int,
+    replica_route: str,
     replicate_mesh: DeviceMesh | None,
 ) -> Engine:
     """Read the layouts, make the plan and get ready to run it. Called on every rank.
@@ -55,6 +56,7 @@ def build_engine(
     Args:
         groups: Each parameter group with the names of its parameters.
         bucket_bytes: See :func:`~hyper_parallel.core.optimizer.planner.build_plan`.
+        replica_route: Likewise.
         replicate_mesh: Mesh over which plain tensors are replicated.
 
     Returns:
@@ -73,9 +75,11 @@ def build_engine(
         for name, param in zip(names, group["params"], strict=True):
             layout = reader.read(param, name)
             local_shape = _checked_local_shape(name, param, layout, rank)
-            planned.append(_planned_param(name, param, layout, group=group, rank=rank))
-            entries.append(MuonParam(name, param, group, local_shape))
-    plan = build_plan(planned, rank=rank, bucket_bytes=bucket_bytes)
+            plan_of = _planned_param(name, param, layout, group=group, rank=rank)
+            finer = None if plan_of.source is plan_of.layout else plan_of.source
+            planned.append(plan_of)
+            entries.append(MuonParam(name, param, group, local_shape, finer))
+    plan = build_plan(planned, rank=rank, bucket_bytes=bucket_bytes, replica_route=replica_route)
     process_groups = ProcessGroups(meshes_of([entry.param for entry in entries]))
     executor = Executor(plan, process_groups, _device_of(entries))
     params = tuple(p for group, _ in groups for p in group["params"])
@@ -94,9 +98,11 @@ def _planned_param(
         nbytes = param.numel() * ITEMSIZE[work.wire_dtype]
         hardware = CPU if param.device.type == "cpu" else ACCELERATOR
         share = sharing_pays(flops, nbytes, layout.num_shards, hardware)
-    if not share:
-        layout = layout.without_replicas(rank)
-    return PlannedParam(name=name, layout=layout, source=layout, view=view, work=work)
+    if group["shard_momentum"] and layout.num_replicas > 1:
+        source = layout.cut_over_replicas()
+    else:
+        source = layout = layout if share else layout.without_replicas(rank)
+    return PlannedParam(name=name, layout=layout, source=source, view=view, work=work)
 
 
 def _checked_local_shape(

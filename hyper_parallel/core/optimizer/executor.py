@@ -26,7 +26,13 @@ from hyper_parallel.core.optimizer.collectives import (
     ranks_by_name,
     start_all_to_all,
 )
-from hyper_parallel.core.optimizer.packing import PacketFormat, Part, Program, build_program
+from hyper_parallel.core.optimizer.packing import (
+    PacketFormat,
+    Parcel,
+    Part,
+    Program,
+    build_program,
+)
 from hyper_parallel.core.optimizer.plan import Plan
 
 _HEADER = struct.Struct("<B7xQ")
@@ -74,7 +80,8 @@ class _Flight:
     gather: Transfer | None = None
     scatter: Transfer | None = None
     computed: bool = False
-    arrived: bool = False
+    sound: bool = True  # no rank has said otherwise
+    updates: list[tuple[Part, Tensor]] | None = None  # once they have arrived
 
 
 class Executor:
@@ -95,7 +102,10 @@ class Executor:
         for program in programs:
             if program.bucket.num_collectives:
                 self._domains[program.bucket.ranks].append(program)
-        self._groups = {ranks: groups.group(ranks) for ranks in plan.domains}
+        needed = [ranks for program in programs for ranks in program.groups()]
+        self._groups = {
+            ranks: groups.group(ranks) for ranks in dict.fromkeys([*plan.domains, *needed])
+        }
         self._params = {
             ranks: sorted({m.param for b in plan.buckets if b.ranks == ranks for m in b.matrices})
             for ranks in plan.domains
@@ -133,7 +143,8 @@ class Executor:
         self._settle(kernel)
 
     def _agree(self) -> None:
-        for ranks, group in self._groups.items():
+        for ranks in self._domains:
+            group = self._groups[ranks]
             digests = gather_objects(self._plan.digest(ranks), group)
             if len(set(digests)) > 1:
                 told = gather_objects(list(self._plan.describe(ranks)), group)
@@ -146,16 +157,21 @@ class Executor:
         self._agreed = True
 
     def _open(self, program: Program, kernel: StepKernel) -> _Flight:
-        """Run the first exchange of a domain, up to the moment when its headers are known."""
+        """Exchange until the headers of every rank of the domain have reached every other."""
         flight = self._start(program, kernel)
         if flight.gather is not None:
             self._gathered(flight)
-        else:
+        if not program.bucket.gathers or program.relay is not None:
             self._compute(flight, kernel)
-            self._scattered(flight)
-        if program.bucket.ranks in self._suspects and self._failure is None:
-            self._failure = ""  # others will be told; the reason is not known here yet
+            self._arrive(flight)
+        self._judge(flight)
         return flight
+
+    def _judge(self, flight: _Flight) -> None:
+        if not flight.sound:
+            self._suspects.add(flight.program.bucket.ranks)
+            if self._failure is None:
+                self._failure = ""  # others will be told; the reason is not known here yet
 
     def _pipeline(self, current: _Flight, rest: Sequence[Program], kernel: StepKernel) -> None:
         returning: _Flight | None = None
@@ -194,14 +210,14 @@ class Executor:
         if program.bucket.gathers:
             packet = self._packet(program, program.gather_out)
             _copy([parcel.of(packet) for _, parcel in sent], made[len(kept) :])
-            flight.gather = self._send(packet, program, program.gather_out, program.gather_in)
+            flight.gather = self._send(flight, packet, program.gather_out, program.gather_in)
         return flight
 
     def _gathered(self, flight: _Flight) -> None:
         """Wait for the pieces of the owned matrices and put them in place."""
         program = flight.program
         assert flight.gather is not None
-        received = self._wait(flight.gather, program, program.gather_in, "gather")
+        received = self._wait(flight, flight.gather, program.gather_in, "gather")
         _copy(
             [slot.of(flight.batches) for slot in program.fills],
             [parcel.of(received) for parcel in program.gather_in.parcels],
@@ -226,7 +242,7 @@ class Executor:
                 [parcel.of(packet) for parcel in program.scatter_out.parcels],
                 [slot.of(flight.batches) for slot in program.returns],
             )
-            flight.scatter = self._send(packet, program, program.scatter_out, program.scatter_in)
+            flight.scatter = self._send(flight, packet, program.scatter_out, program.scatter_in)
         flight.computed = True
 
     def _orthogonalize(self, flight: _Flight, kernel: StepKernel) -> None:
@@ -239,29 +255,41 @@ class Executor:
             elif active:
                 matrices[active] = kernel.compute(matrices[active], batch.work)
 
-    def _scattered(self, flight: _Flight) -> None:
-        program = flight.program
-        if flight.scatter is not None and not flight.arrived:
-            self._wait(flight.scatter, program, program.scatter_in, "scatter")
-            flight.arrived = True
-
-    def _finish(self, flight: _Flight, kernel: StepKernel) -> None:
-        """Wait for the updates of this rank's pieces and write, unless some rank has failed."""
+    def _arrive(self, flight: _Flight) -> None:
+        """Wait for the updates of this rank's pieces, and pass them on to its replicas."""
+        if flight.updates is not None:
+            return
         program = flight.program
         updates: list[tuple[Part, Tensor]] = []
         if flight.scatter is not None:
-            self._scattered(flight)
-            received = flight.scatter.received
-            updates = [
-                (part, parcel.of(received))
-                for part, parcel in zip(program.updates, program.scatter_in.parcels, strict=True)
-            ]
-        if self._failure is not None or program.bucket.ranks in self._suspects:
-            return
+            received = self._wait(flight, flight.scatter, program.scatter_in, "scatter")
+            parcels = program.scatter_in.parcels
+            updates += _arrived(program.updates, parcels, received)
+            flight.scatter = None
         updates += [(part, slot.of(flight.batches)) for part, slot in program.kept_updates]
+        if program.relay is not None:
+            relay = program.relay
+            packet = self._packet(program, relay.out)
+            _copy(
+                [parcel.of(packet) for parcel in relay.out.parcels],
+                [updates[source][1] for source in relay.sources],
+            )
+            transfer = self._send(flight, packet, relay.out, relay.into)
+            received = self._wait(flight, transfer, relay.into, "relay")
+            updates += _arrived(relay.updates, relay.into.parcels, received)
+        flight.updates = updates
+
+    def _finish(self, flight: _Flight, kernel: StepKernel) -> None:
+        """Write, unless some rank has failed."""
+        self._arrive(flight)
+        self._judge(flight)
+        alone = not flight.program.bucket.num_collectives
+        if self._suspects or (alone and self._failure is not None):
+            return
+        assert flight.updates is not None
         kernel.apply(
-            [part for part in program.stored if kernel.is_active(part.param)],
-            [(part, update) for part, update in updates if kernel.is_active(part.param)],
+            [part for part in flight.program.stored if kernel.is_active(part.param)],
+            [(part, update) for part, update in flight.updates if kernel.is_active(part.param)],
         )
         self._written = True
 
@@ -273,50 +301,47 @@ class Executor:
         return torch.zeros(sum(form.sizes), dtype=program.wire_dtype, device=self._device)
 
     def _send(
-        self, packet: Tensor, program: Program, out: PacketFormat, into: PacketFormat
+        self, flight: _Flight, packet: Tensor, out: PacketFormat, into: PacketFormat
     ) -> Transfer:
-        ranks = program.bucket.ranks
-        status = _FINE if self._failure is None else _FAILED
-        if status != _FINE:
-            self._suspects.add(ranks)
-        text = _HEADER.pack(status, self._fingerprints[ranks])
+        status = _FINE if flight.sound and self._failure is None else _FAILED
+        flight.sound = status == _FINE
+        text = _HEADER.pack(status, self._fingerprints[flight.program.bucket.ranks])
         header = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
-        itemsize = packet.element_size()
-        raw = packet.view(torch.uint8)
+        raw, itemsize = packet.view(torch.uint8), packet.element_size()
         for offset in out.headers.values():
             raw.narrow(0, offset * itemsize, HEADER_BYTES).copy_(header)
-        return start_all_to_all(packet, out.sizes, into.sizes, self._groups[ranks])
+        return start_all_to_all(packet, out.sizes, into.sizes, self._groups[out.ranks])
 
     def _wait(
-        self, transfer: Transfer, program: Program, form: PacketFormat, direction: str
+        self, flight: _Flight, transfer: Transfer, form: PacketFormat, direction: str
     ) -> Tensor:
-        ranks = program.bucket.ranks
+        program = flight.program
         try:
             received = transfer.wait()
         except RuntimeError as error:
-            names = [self._plan.params[m.param].name for m in program.bucket.matrices[:1]]
+            first = self._plan.params[program.bucket.matrices[0].param].name
             raise RuntimeError(
                 f"bucket {program.number} of {len(self._plan.buckets)} ({direction} among ranks "
-                f"{list(ranks)}, starts with {names[0]}) did not complete: a rank failed, or did "
-                f"not call step() within the timeout of the process group. {error}"
+                f"{list(form.ranks)}, starts with {first}) did not complete: a rank failed, or "
+                f"did not call step() within the timeout of the process group. {error}"
             ) from error
-        if not form.headers:
-            return received
-        raw, itemsize = received.view(torch.uint8), received.element_size()
-        headers = torch.stack(
-            [raw.narrow(0, at * itemsize, HEADER_BYTES) for at in form.headers.values()]
-        )
-        for text in headers.cpu().tolist():
-            if _HEADER.unpack(bytes(text)) != (_FINE, self._fingerprints[ranks]):
-                self._suspects.add(ranks)
+        if form.headers:
+            raw, itemsize = received.view(torch.uint8), received.element_size()
+            headers = torch.stack(
+                [raw.narrow(0, at * itemsize, HEADER_BYTES) for at in form.headers.values()]
+            )
+            fine = (_FINE, self._fingerprints[program.bucket.ranks])
+            for text in headers.cpu().tolist():
+                flight.sound &= _HEADER.unpack(bytes(text)) == fine
         return received
 
     def _settle(self, kernel: StepKernel) -> None:
         """Raise, with the same message on all ranks of a suspect domain."""
         message = self._failure
-        for ranks, group in self._groups.items():
+        for ranks in self._domains:
             if ranks not in self._suspects:
                 continue
+            group = self._groups[ranks]
             told = gather_objects((message, kernel.facts(self._params[ranks])), group)
             reasons = {r: text for r, (text, _) in zip(ranks, told, strict=True) if text}
             if reasons:
@@ -336,6 +361,12 @@ class Executor:
                 else "No weight and no optimizer state was changed"
             )
             raise RuntimeError(f"{message}. {outcome}")
+
+
+def _arrived(
+    parts: Sequence[Part], parcels: Sequence[Parcel], received: Tensor
+) -> list[tuple[Part, Tensor]]:
+    return [(part, p.of(received)) for part, p in zip(parts, parcels, strict=True)]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

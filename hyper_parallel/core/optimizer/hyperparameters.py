@@ -12,6 +12,7 @@ from torch import Tensor
 from hyper_parallel.core.optimizer.bucket import Orthogonalization
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
 from hyper_parallel.core.optimizer.matrix_view import normalize_view
+from hyper_parallel.core.optimizer.polar import METHODS
 from hyper_parallel.core.optimizer.update_rule import ADJUST_LR_FNS
 
 ALGORITHMS: Final = ("muon", "adamw")
@@ -51,7 +52,6 @@ _ANNOTATIONS: Final = (
     "base_momentum",
     "swa_lr",
 )
-METHODS: Final = ("auto", "standard")
 _NS_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -73,6 +73,11 @@ def check_group(group: Mapping[str, Any], label: str) -> None:
     if algorithm == "muon":
         orthogonalization_of(group, label)
         normalize_view(group["matrix_view"], label)
+        if group["shard_momentum"] and group["share_replicas"] is False:
+            raise ValueError(
+                f"{label}: shard_momentum=True needs share_replicas=True or 'auto': a matrix whose "
+                "momentum is split over the replicas can only be gathered from all of them"
+            )
 
 
 def complete_group(group: Any, label: str) -> dict[str, Any]:

@@ -166,6 +166,40 @@ class ParamLayout:
             ]
         return [c for coordinate in found for c in self.replica_coordinates(coordinate)]
 
+    def cut_over_replicas(self) -> "ParamLayout":
+        """The same tensor, cut further along the replicate axes.
+
+        Every rank then holds a part of what it holds now. A replicate axis takes a dim that no
+        later axis cuts, so that its cut comes last, or one that divides evenly. An axis for which
+        there is neither stays replicated.
+
+        Returns:
+            The finer layout, on the same mesh.
+        """
+        axes = list(self.axes)
+        for i in self.replicate_axes:
+            size = self.mesh.shape[i]
+            options: list[tuple[bool, int, AxisPlacement]] = []
+            for dim, length in enumerate(self.shape):
+                later = [
+                    self.mesh.shape[j]
+                    for j in range(i + 1, len(axes))
+                    if axes[j].dim == dim and self.mesh.shape[j] > 1
+                ]
+                plain = all(a.split_factor == 1 for a in axes if a.dim == dim)
+                if not later:
+                    options.append((length < size, dim, AxisPlacement(dim=dim)))
+                elif plain and length % (size * self._num_cuts(dim, axes)) == 0:
+                    factor = math.prod(later)
+                    options.append((True, dim, AxisPlacement(dim=dim, split_factor=factor)))
+            if options:
+                axes[i] = min(options, key=lambda option: option[:2])[2]
+        return ParamLayout(shape=self.shape, mesh=self.mesh, axes=tuple(axes))
+
+    def _num_cuts(self, dim: int, axes: Sequence[AxisPlacement]) -> int:
+        sizes = zip(axes, self.mesh.shape, strict=True)
+        return math.prod(size for axis, size in sizes if axis.dim == dim)
+
     def without_replicas(self, rank: int) -> "ParamLayout":
         """The copy that ``rank`` belongs to, as a layout of its own."""
         keep = [i for i, axis in enumerate(self.axes) if axis.dim is not None]
@@ -250,10 +284,13 @@ class Piece:
     Attributes:
         local: Box in the rank's local tensor.
         inner: The same elements as a box relative to the corner of the matrix.
+        fine: The same elements as a box in a finer local tensor: momentum that is cut further over
+            the replicas. Equal to ``local`` where it is not.
     """
 
     local: Box
     inner: Box
+    fine: Box
 
     @property
     def numel(self) -> int:
@@ -261,44 +298,53 @@ class Piece:
         return math.prod(stop - start for start, stop in self.local)
 
 
-def pieces_of(region: Region, box: Box) -> list[Piece]:
+def pieces_of(region: Region, box: Box, fine: Region | None = None) -> list[Piece]:
     """Cut a rank's region with a box of the global tensor.
 
     Args:
         region: What the rank holds.
         box: Box of global indices, one span per dim.
+        fine: A part of ``region``: only the pieces in it are listed. All of it if None.
 
     Returns:
         The non-empty pieces, row-major in local order: the same list on the rank that sends them
         and on the rank that receives them.
     """
-    per_dim: list[list[tuple[Span, Span]]] = []
-    for spans, (low, high) in zip(region, box, strict=True):
-        offset = 0
-        found: list[tuple[Span, Span]] = []
-        for start, stop in spans:
-            first, last = max(start, low), min(stop, high)
-            if first < last:
-                local = offset + first - start
-                found.append(((local, local + last - first), (first - low, last - low)))
-            offset += stop - start
+    per_dim: list[list[tuple[Span, Span, Span]]] = []
+    for dim, (spans, (low, high)) in enumerate(zip(region, box, strict=True)):
+        found: list[tuple[Span, Span, Span]] = []
+        for start, stop, offset in _with_offsets(spans):
+            for fine_start, fine_stop, fine_offset in _with_offsets(fine[dim] if fine else spans):
+                first, last = max(start, low, fine_start), min(stop, high, fine_stop)
+                if first < last:
+                    found.append(
+                        (
+                            (offset + first - start, offset + last - start),
+                            (first - low, last - low),
+                            (fine_offset + first - fine_start, fine_offset + last - fine_start),
+                        )
+                    )
         if not found:
             return []
         per_dim.append(found)
     return [
-        Piece(tuple(local for local, _ in combo), tuple(inner for _, inner in combo))
-        for combo in product(*per_dim)
+        Piece(*(tuple(spans) for spans in zip(*combo, strict=True))) for combo in product(*per_dim)
     ]
 
 
-def _cut(spans: tuple[Span, ...], first: int, last: int) -> Iterator[Span]:
+def _with_offsets(spans: tuple[Span, ...]) -> Iterator[tuple[int, int, int]]:
     offset = 0
     for start, stop in spans:
+        yield start, stop, offset
+        offset += stop - start
+
+
+def _cut(spans: tuple[Span, ...], first: int, last: int) -> Iterator[Span]:
+    for start, stop, offset in _with_offsets(spans):
         low = max(first - offset, 0)
         high = min(last - offset, stop - start)
         if low < high:
             yield start + low, start + high
-        offset += stop - start
 
 
 def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -15,6 +15,7 @@ from hyper_parallel.core.optimizer.dtensor_layout import (
     placements_text,
     same_layout,
 )
+from hyper_parallel.core.optimizer.layout import ParamLayout
 from hyper_parallel.core.optimizer.packing import Part
 from hyper_parallel.core.optimizer.polar import orthogonalize_with_schedule
 from hyper_parallel.core.optimizer.update_rule import (
@@ -36,12 +37,14 @@ class MuonParam:
         param: The parameter.
         group: Its parameter group; read at every step, so schedulers are heard.
         local_shape: Shape of its local tensor when the plan was made.
+        source: Layout of its momentum, if that is cut finer than the parameter.
     """
 
     name: str
     param: Tensor
     group: Mapping[str, Any]
     local_shape: tuple[int, ...]
+    source: ParamLayout | None = None
 
 
 class LocalStep:
@@ -92,7 +95,7 @@ class LocalStep:
         for group, run in self._runs(parts):
             made += directions(
                 [part.of(self._gradient(part)) for part in run],
-                [part.of(self._buffers[part.param]) for part in run],
+                [part.of_momentum(self._buffers[part.param]) for part in run],
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
             )
@@ -110,7 +113,7 @@ class LocalStep:
         for group, run in self._runs(stored):
             commit_momentum(
                 [part.of(self._gradient(part)) for part in run],
-                [part.of(self._buffers[part.param]) for part in run],
+                [part.of_momentum(self._buffers[part.param]) for part in run],
                 momentum=group["momentum"],
             )
         tensors = iter([update for _, update in updates])

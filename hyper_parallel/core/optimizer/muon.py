@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from hyper_parallel.core.optimizer.adamw import adamw_step, make_state
-from hyper_parallel.core.optimizer.dtensor_layout import like_layout, local_tensor
+from hyper_parallel.core.optimizer.dtensor_layout import in_layout, local_tensor, zeros_like_param
 from hyper_parallel.core.optimizer.engine import Engine, build_engine
 from hyper_parallel.core.optimizer.hyperparameters import (
     ADAMW_KEYS,
@@ -23,6 +23,7 @@ from hyper_parallel.core.optimizer.hyperparameters import (
 from hyper_parallel.core.optimizer.local_step import LocalStep
 from hyper_parallel.core.optimizer.matrix_view import normalize_view
 from hyper_parallel.core.optimizer.plan import Plan
+from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
 
 ParamGroup = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[ParamGroup]
@@ -75,6 +76,9 @@ class Muon(Optimizer):
         matrix_view: What the matrices of a parameter are: None (the last two dims, every leading
             dim is a batch), ``"flatten"``, ``("split", (rows, ...))`` or ``("heads", num_heads)``.
         bucket_bytes: Most bytes that a rank holds of one bucket; bounds the extra memory.
+        replica_route: How updates reach the other replicas: ``"direct"`` (one all-to-all over
+            shard and replicate ranks), ``"staged"`` (within the shard ranks, then along the
+            replicate axes) or ``"auto"`` (staged beyond 64 ranks).
         replicate_mesh: Mesh over which plain tensors are replicated (DDP). Without it, plain
             tensors are taken as this rank's alone.
 
@@ -117,11 +121,17 @@ class Muon(Optimizer):
         shard_momentum: bool = False,
         matrix_view: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        replica_route: str = "auto",
         replicate_mesh: DeviceMesh | None = None,
     ) -> None:
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be a positive integer, got {bucket_bytes!r}")
         self._bucket_bytes = bucket_bytes
+        if replica_route not in REPLICA_ROUTES:
+            raise ValueError(
+                f"replica_route must be one of {REPLICA_ROUTES}, got {replica_route!r}"
+            )
+        self._replica_route = replica_route
         self._replicate_mesh = replicate_mesh
         self._engine: Engine | None = None
         self._warned_idle = False
@@ -244,11 +254,14 @@ class Muon(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Process groups cannot be pickled; they are made again when they are needed.
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_bucket_bytes": self._bucket_bytes}
+        return {**state, "_settings": (self._bucket_bytes, self._replica_route)}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
+        settings = state.pop("_settings", None)
         super().__setstate__(state)
+        if settings is not None:
+            self._bucket_bytes, self._replica_route = settings
         self._engine = None
         self.__dict__.setdefault("_replicate_mesh", None)
         self.__dict__.setdefault("_warned_idle", False)
@@ -298,11 +311,14 @@ class Muon(Optimizer):
             and all(p is q for p, q in zip(current, engine.params, strict=True))
         ):
             return engine
-        self._make_state()
         named = [(group, self._names(group)) for group in self.param_groups]
         self._engine = build_engine(
-            named, bucket_bytes=self._bucket_bytes, replicate_mesh=self._replicate_mesh
+            named,
+            bucket_bytes=self._bucket_bytes,
+            replica_route=self._replica_route,
+            replicate_mesh=self._replicate_mesh,
         )
+        self._make_state(self._engine)
         return self._engine
 
     def _warn_if_idle(self) -> None:
@@ -318,18 +334,32 @@ class Muon(Optimizer):
             stacklevel=3,
         )
 
-    def _make_state(self) -> None:
+    def _make_state(self, engine: Engine) -> None:
+        """State for each parameter, in its layout; what is there already is kept."""
+        for entry in engine.entries:
+            state = self.state[entry.param]
+            dtype = entry.group["momentum_dtype"] or entry.param.dtype
+            buffer = state.get("momentum_buffer")
+            if buffer is None:
+                buffer = zeros_like_param(entry.param, dtype)
+            _check_shape(entry.name, "momentum_buffer", buffer, entry.param)
+            if entry.source is not None:
+                buffer = in_layout(buffer, entry.source, self._replicate_mesh, dtype)
+            state["momentum_buffer"] = buffer
         for group in self.param_groups:
-            for name, param in zip(self._names(group), group["params"], strict=True):
-                state = self.state[param]
-                if group["algorithm"] == "adamw":
+            if group["algorithm"] == "adamw":
+                for name, param in zip(self._names(group), group["params"], strict=True):
+                    state = self.state[param]
                     if not state:
                         state.update(make_state(param, amsgrad=group["amsgrad"]))
-                elif "momentum_buffer" not in state:
-                    state["momentum_buffer"] = like_layout(param, group["momentum_dtype"])
-                for key, value in state.items():
-                    if key != "step" and value.shape != param.shape:
-                        raise ValueError(
-                            f"{name}: state {key!r} has shape {tuple(value.shape)}, the parameter "
-                            f"{tuple(param.shape)}; it was saved for another parameter"
-                        )
+                    for key, value in state.items():
+                        if key != "step":
+                            _check_shape(name, key, value, param)
+
+
+def _check_shape(name: str, key: str, state: Tensor, param: Tensor) -> None:
+    if state.shape != param.shape:
+        raise ValueError(
+            f"{name}: state {key!r} has shape {tuple(state.shape)}, the parameter "
+            f"{tuple(param.shape)}; it was saved for another parameter"
+        )

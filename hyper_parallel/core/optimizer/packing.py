@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket made ready to run on one rank: offsets, slices and batches, fixed at construction."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,9 @@ from hyper_parallel.core.optimizer.layout import Box
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.routes import (
     Cargo,
+    Exchange,
     gather_route,
+    relay_route,
     scatter_route,
     stored_cargo,
 )
@@ -26,19 +28,25 @@ class Part:
 
     Attributes:
         param: Index into the plan's parameters.
-        slices: The box; None if it is the whole local tensor.
+        slices: The box in weight and gradient; None if it is the whole local tensor.
+        stored: The box in the momentum, which may be cut finer; None if it is all of it.
         num_rows: Rows of the matrix that it is a part of.
         num_cols: Columns of that matrix.
     """
 
     param: int
     slices: Slices | None
+    stored: Slices | None
     num_rows: int
     num_cols: int
 
     def of(self, local: Tensor) -> Tensor:
-        """The box of a local tensor, as a view."""
+        """The box of a local weight or gradient, as a view."""
         return local if self.slices is None else local[self.slices]
+
+    def of_momentum(self, local: Tensor) -> Tensor:
+        """The box of a local momentum, as a view."""
+        return local if self.stored is None else local[self.stored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +90,16 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class PacketFormat:
-    """Layout of what one rank sends, or receives, in one direction.
+    """Layout of what one rank sends, or receives, in one all-to-all.
 
     Attributes:
+        ranks: Global ranks of the all-to-all, ascending.
         sizes: Elements for each rank of the group, in group order.
         headers: First element of each peer's header, by global rank.
         parcels: One per piece, in the order of the cargo.
     """
 
+    ranks: tuple[int, ...]
     sizes: tuple[int, ...]
     headers: dict[int, int]
     parcels: tuple[Parcel, ...]
@@ -116,7 +126,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What one rank does for one bucket; pairs are in packing order.
+    """What one rank does for one bucket; everything is in packing order.
 
     Attributes:
         bucket: The bucket.
@@ -133,6 +143,7 @@ class Program:
         returns: Slots whose updates it sends.
         updates: Its own parts that receive an update from others.
         kept_updates: Its own parts whose update it has itself, and their slots.
+        relay: The second stage of a staged bucket; None on the direct route.
         stored: Its own parts of the momentum.
     """
 
@@ -150,7 +161,33 @@ class Program:
     returns: tuple[Slot, ...]
     updates: tuple[Part, ...]
     kept_updates: tuple[tuple[Part, Slot], ...]
+    relay: "Relay | None"
     stored: tuple[Part, ...]
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Sets of ranks that this program needs a process group for, in order of use."""
+        formats = [self.gather_out] if self.bucket.gathers else []
+        formats += [self.scatter_out] if self.bucket.scatters else []
+        formats += [self.relay.out] if self.relay is not None else []
+        return [form.ranks for form in formats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relay:
+    """Passing updates on along the replicate axes.
+
+    Attributes:
+        out: Format of what this rank passes on.
+        into: Format of what it receives.
+        sources: For each piece that it passes on, the position of its update among those that it
+            has: ``updates`` first, then ``kept_updates``.
+        updates: Its own parts that receive an update.
+    """
+
+    out: PacketFormat
+    into: PacketFormat
+    sources: tuple[int, ...]
+    updates: tuple[Part, ...]
 
 
 def build_program(plan: Plan, number: int) -> Program:
@@ -164,42 +201,69 @@ def build_program(plan: Plan, number: int) -> Program:
         The program.
     """
     bucket, rank = plan.buckets[number], plan.rank
-    gather, scatter = (
-        gather_route(plan.params, bucket, rank),
-        scatter_route(plan.params, bucket, rank),
-    )
+    gather = gather_route(plan.params, bucket, rank)
+    scatter = scatter_route(plan.params, bucket, rank)
     batches, places = _batches(plan, bucket, rank)
-
-    def part(cargo: Cargo, *, stored: bool) -> Part:
-        planned = bucket.matrices[cargo.matrix]
-        param = plan.params[planned.param]
-        layout = param.source if stored else param.layout
-        local_shape = layout.local_shape(layout.mesh.coordinate(rank))
-        slices = _slices(cargo.piece.local, local_shape)
-        return Part(planned.param, slices, planned.matrix.num_rows, planned.matrix.num_cols)
 
     def slot(cargo: Cargo) -> Slot:
         batch, index = places[cargo.matrix]
         return Slot(batch, index, _slices(cargo.piece.inner, batches[batch].box_shape))
 
-    sent, received = _in_order(gather.sends, bucket), _in_order(gather.receives, bucket)
-    returned, updated = _in_order(scatter.sends, bucket), _in_order(scatter.receives, bucket)
+    part = _PartMaker(plan, bucket)
+    updated = _in_order(scatter, scatter.receives)
     return Program(
         bucket=bucket,
         number=number,
         wire_dtype=getattr(torch, bucket.wire_dtype),
         batches=batches,
-        gather_out=_format(gather.sends, bucket, rank),
-        gather_in=_format(gather.receives, bucket, rank),
-        sends=tuple(part(cargo, stored=True) for cargo in sent),
-        fills=tuple(slot(cargo) for cargo in received),
-        keeps=tuple((part(cargo, stored=True), slot(cargo)) for cargo in gather.keeps),
-        scatter_out=_format(scatter.sends, bucket, rank),
-        scatter_in=_format(scatter.receives, bucket, rank),
-        returns=tuple(slot(cargo) for cargo in returned),
-        updates=tuple(part(cargo, stored=False) for cargo in updated),
-        kept_updates=tuple((part(cargo, stored=False), slot(cargo)) for cargo in scatter.keeps),
-        stored=tuple(part(cargo, stored=True) for cargo in stored_cargo(plan.params, bucket, rank)),
+        gather_out=_format(gather, gather.sends, bucket, rank=rank),
+        gather_in=_format(gather, gather.receives, bucket, rank=rank),
+        sends=tuple(part(cargo) for cargo in _in_order(gather, gather.sends)),
+        fills=tuple(slot(cargo) for cargo in _in_order(gather, gather.receives)),
+        keeps=tuple((part(cargo), slot(cargo)) for cargo in gather.keeps),
+        scatter_out=_format(scatter, scatter.sends, bucket, rank=rank),
+        scatter_in=_format(scatter, scatter.receives, bucket, rank=rank),
+        returns=tuple(slot(cargo) for cargo in _in_order(scatter, scatter.sends)),
+        updates=tuple(part(cargo) for cargo in updated),
+        kept_updates=tuple((part(cargo), slot(cargo)) for cargo in scatter.keeps),
+        relay=_relay(plan, bucket, [*updated, *scatter.keeps]),
+        stored=tuple(part(cargo) for cargo in stored_cargo(plan.params, bucket, rank)),
+    )
+
+
+class _PartMaker:
+    """Turns cargo into parts of this rank's local tensors."""
+
+    def __init__(self, plan: Plan, bucket: Bucket) -> None:
+        self._plan = plan
+        self._bucket = bucket
+
+    def __call__(self, cargo: Cargo) -> Part:
+        planned = self._bucket.matrices[cargo.matrix]
+        param = self._plan.params[planned.param]
+        here = param.layout.mesh.coordinate(self._plan.rank)
+        return Part(
+            planned.param,
+            _slices(cargo.piece.local, param.layout.local_shape(here)),
+            _slices(cargo.piece.fine, param.source.local_shape(here)),
+            planned.matrix.num_rows,
+            planned.matrix.num_cols,
+        )
+
+
+def _relay(plan: Plan, bucket: Bucket, arrived: Sequence[Cargo]) -> Relay | None:
+    if bucket.route != "staged":
+        return None
+    route = relay_route(plan.params, bucket, plan.rank)
+    position = {(cargo.matrix, cargo.piece.local): i for i, cargo in enumerate(arrived)}
+    part = _PartMaker(plan, bucket)
+    return Relay(
+        out=_format(route, route.sends, bucket, rank=plan.rank),
+        into=_format(route, route.receives, bucket, rank=plan.rank),
+        sources=tuple(
+            position[cargo.matrix, cargo.piece.local] for cargo in _in_order(route, route.sends)
+        ),
+        updates=tuple(part(cargo) for cargo in _in_order(route, route.receives)),
     )
 
 
@@ -222,17 +286,19 @@ def _batches(
     return tuple(batches), places
 
 
-def _in_order(parcels: dict[int, list[Cargo]], bucket: Bucket) -> Iterable[Cargo]:
-    return [cargo for peer in bucket.ranks for cargo in parcels.get(peer, ())]
+def _in_order(exchange: Exchange, parcels: dict[int, list[Cargo]]) -> list[Cargo]:
+    return [cargo for peer in exchange.ranks for cargo in parcels.get(peer, ())]
 
 
-def _format(parcels: dict[int, list[Cargo]], bucket: Bucket, rank: int) -> PacketFormat:
+def _format(
+    exchange: Exchange, parcels: dict[int, list[Cargo]], bucket: Bucket, *, rank: int
+) -> PacketFormat:
     header = HEADER_BYTES // bucket.itemsize
     sizes: list[int] = []
     headers: dict[int, int] = {}
     places: list[Parcel] = []
     offset = 0
-    for peer in bucket.ranks:
+    for peer in exchange.ranks:
         start = offset
         if peer != rank:
             headers[peer] = offset
@@ -242,7 +308,7 @@ def _format(parcels: dict[int, list[Cargo]], bucket: Bucket, rank: int) -> Packe
                 places.append(Parcel(offset, shape, cargo.piece.numel))
                 offset += cargo.piece.numel
         sizes.append(offset - start)
-    return PacketFormat(tuple(sizes), headers, tuple(places))
+    return PacketFormat(exchange.ranks, tuple(sizes), headers, tuple(places))
 
 
 def _slices(box: Box, shape: tuple[int, ...]) -> Slices | None:

@@ -9,6 +9,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hyper_parallel.core.optimizer.bucket import Bucket, PlannedMatrix, PlannedParam
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
@@ -16,6 +17,10 @@ from hyper_parallel.core.optimizer.matrix_view import matrices_of
 from hyper_parallel.core.optimizer.plan import Plan
 
 Ranks = tuple[int, ...]
+
+REPLICA_ROUTES: Final = ("auto", "direct", "staged")
+LARGEST_DIRECT_GROUP: Final = 64
+"""Among more ranks, an all-to-all opens too many connections: replicas are reached in stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +45,31 @@ class _Candidate:
     planned: PlannedMatrix
     item: Item
     local_nbytes: int
-    wire_dtype: str
+    kind: "_Kind"
     gathers: bool
-    scatters: bool
 
 
-def build_plan(params: Sequence[PlannedParam], *, rank: int, bucket_bytes: int) -> Plan:
+@dataclass(frozen=True, slots=True, order=True)
+class _Kind:
+    """What the matrices of a bucket have in common.
+
+    Attributes:
+        stays: Whether nothing travels at all.
+        wire_dtype: Dtype on the wire.
+        route: See :attr:`Bucket.route`.
+        groups: For the staged route, the axes that cut and those that replicate: all matrices of
+            a bucket pass through the same groups of ranks.
+    """
+
+    stays: bool
+    wire_dtype: str
+    route: str
+    groups: tuple[tuple[int, ...], ...] = ()
+
+
+def build_plan(
+    params: Sequence[PlannedParam], *, rank: int, bucket_bytes: int, replica_route: str = "auto"
+) -> Plan:
     """Decide who orthogonalizes which matrix, and in which bucket it travels.
 
     Args:
@@ -53,6 +77,8 @@ def build_plan(params: Sequence[PlannedParam], *, rank: int, bucket_bytes: int) 
         rank: Global rank whose plan it is.
         bucket_bytes: Most bytes, on the wire, that one rank holds of one bucket. A matrix that is
             larger than this travels alone.
+        replica_route: How updates reach the other replicas: ``"direct"``, ``"staged"`` or
+            ``"auto"``, which is staged where more than ``LARGEST_DIRECT_GROUP`` ranks take part.
 
     Returns:
         The plan. Its buckets are in an order in which all ranks meet: domains with more ranks
@@ -66,7 +92,7 @@ def build_plan(params: Sequence[PlannedParam], *, rank: int, bucket_bytes: int) 
     domains: dict[Ranks, list[_Candidate]] = defaultdict(list)
     for index, param in enumerate(params):
         ranks = tuple(sorted(param.layout.mesh.ranks))
-        domains[ranks].extend(_candidates(index, param))
+        domains[ranks].extend(_candidates(index, param, replica_route))
     buckets: list[Bucket] = []
     for ranks in sorted(domains, key=lambda ranks: (-len(ranks), ranks)):
         candidates = domains[ranks]
@@ -130,7 +156,7 @@ def _has_choice(item: Item) -> bool:
     return item.candidates is None or len(item.candidates) > 1
 
 
-def _candidates(index: int, param: PlannedParam) -> Iterable[_Candidate]:
+def _candidates(index: int, param: PlannedParam, replica_route: str) -> Iterable[_Candidate]:
     layout, source, work = param.layout, param.source, param.work
     itemsize = ITEMSIZE[work.wire_dtype]
     for matrix in matrices_of(layout.shape, param.view, param.name):
@@ -147,10 +173,26 @@ def _candidates(index: int, param: PlannedParam) -> Iterable[_Candidate]:
                 candidates=holders or None,
             ),
             local_nbytes=nbytes // layout.num_shards,
-            wire_dtype=work.wire_dtype,
+            kind=_kind(param, alone=alone, replica_route=replica_route),
             gathers=not holders,
-            scatters=not alone,
         )
+
+
+def _kind(param: PlannedParam, *, alone: bool, replica_route: str) -> _Kind:
+    layout, wire_dtype = param.layout, param.work.wire_dtype
+    if alone or layout.num_replicas == 1 or layout.num_shards == 1:
+        return _Kind(alone, wire_dtype, "direct")  # there is only one stage to take
+    if replica_route == "auto":
+        large = len(layout.mesh.ranks) > LARGEST_DIRECT_GROUP
+        replica_route = "staged" if large else "direct"
+    if replica_route == "direct":
+        return _Kind(False, wire_dtype, "direct")  # noqa: FBT003
+    return _Kind(
+        False,  # noqa: FBT003
+        wire_dtype,
+        "staged",
+        (layout.mesh.shape, layout.shard_axes, layout.replicate_axes, param.source.shard_axes),
+    )
 
 
 def _buckets_of_domain(
@@ -160,16 +202,17 @@ def _buckets_of_domain(
     bucket_bytes: int,
 ) -> Iterable[Bucket]:
     # Whatever travels shares buckets, with or without a gather: fewer collectives.
-    kinds: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    kinds: dict[_Kind, list[int]] = defaultdict(list)
     for i, candidate in enumerate(candidates):
-        kinds[not candidate.scatters, candidate.wire_dtype].append(i)
-    for (stays, wire_dtype), members in sorted(kinds.items()):
+        kinds[candidate.kind].append(i)
+    for kind, members in sorted(kinds.items()):
         for chosen in _cut(members, candidates, owned, bucket_bytes):
             yield Bucket(
                 ranks=ranks,
-                wire_dtype=wire_dtype,
+                route=kind.route,
+                wire_dtype=kind.wire_dtype,
                 gathers=any(candidates[i].gathers for i in chosen),
-                scatters=not stays,
+                scatters=not kind.stays,
                 matrices=tuple(owned[i] for i in chosen),
             )
 

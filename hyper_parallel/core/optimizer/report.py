@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from hyper_parallel.core.optimizer.bucket import Bucket, PlannedParam, owner_loads
-from hyper_parallel.core.optimizer.routes import gather_route, scatter_route
+from hyper_parallel.core.optimizer.routes import exchanges_of
 
 
 def plan_table(rank: int, params: Sequence[PlannedParam], buckets: Sequence[Bucket]) -> str:
@@ -32,7 +32,7 @@ def plan_table(rank: int, params: Sequence[PlannedParam], buckets: Sequence[Buck
     )
     lines.append("")
     lines += table(
-        ("ranks", "buckets", "collectives", "owner load max / mean", "received", "extra memory"),
+        ("ranks", "route", "buckets", "collectives", "owner load max / mean", "received", "memory"),
         _domain_rows(rank, params, buckets),
     )
     return "\n".join(lines)
@@ -87,13 +87,10 @@ def received_bytes(params: Sequence[PlannedParam], bucket: Bucket, rank: int) ->
     Returns:
         The bytes.
     """
-    total = 0
-    for travels, route in ((bucket.gathers, gather_route), (bucket.scatters, scatter_route)):
-        if travels:
-            exchange = route(params, bucket, rank)
-            total += exchange.numel_received() * bucket.itemsize
-            total += bucket.header_bytes
-    return total
+    return sum(
+        exchange.numel_received() * bucket.itemsize + exchange.header_bytes()
+        for exchange in exchanges_of(params, bucket, rank)
+    )
 
 
 def _layout_rows(
@@ -127,6 +124,7 @@ def _domain_rows(
         rows.append(
             (
                 ranks_text(ranks),
+                _route_text(shared),
                 str(len(shared)),
                 str(sum(bucket.num_collectives for bucket in shared)),
                 f"{quantity(max(loads), 'FLOP')} / {quantity(mean, 'FLOP')}"
@@ -155,12 +153,15 @@ def peak_extra_bytes(params: Sequence[PlannedParam], buckets: Sequence[Bucket], 
 
 def _bucket_bytes(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> int:
     owned = sum(m.matrix.numel for m in bucket.matrices if m.owner == rank)
-    gather = gather_route(params, bucket, rank)
-    scatter = scatter_route(params, bucket, rank)
     numel = owned * 4  # the matrices and the working set of Newton-Schulz
-    for exchange in (gather, scatter):
+    for exchange in exchanges_of(params, bucket, rank):
         numel += exchange.numel_sent() + exchange.numel_received()
     return numel * bucket.itemsize
+
+
+def _route_text(buckets: Sequence[Bucket]) -> str:
+    routes = dict.fromkeys(b.route if b.num_collectives else "local" for b in buckets)
+    return ", ".join(routes)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -5,11 +5,14 @@ A rank derives its own routes only, so the work does not grow as parameters x ra
 matrix of the bucket once, and every rank only for the matrices that it owns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hyper_parallel.core.optimizer.bucket import Bucket, PlannedMatrix, PlannedParam
-from hyper_parallel.core.optimizer.layout import Piece, pieces_of
+from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Bucket, PlannedMatrix, PlannedParam
+from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout, Piece, pieces_of
+
+Params = Sequence[PlannedParam]
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +28,18 @@ class Cargo:
     piece: Piece
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What one rank sends and receives in one direction.
+    """What one rank sends and receives in one all-to-all.
 
     Attributes:
+        ranks: Global ranks of the all-to-all, ascending.
         sends: Cargo for each peer (global rank), in packing order.
         receives: Cargo from each peer, in packing order.
         keeps: Cargo that stays on this rank.
     """
 
+    ranks: Ranks
     sends: dict[int, list[Cargo]] = field(default_factory=dict)
     receives: dict[int, list[Cargo]] = field(default_factory=dict)
     keeps: list[Cargo] = field(default_factory=list)
@@ -47,8 +52,33 @@ class Exchange:
         """Elements that reach this rank from others."""
         return sum(cargo.piece.numel for parcel in self.receives.values() for cargo in parcel)
 
+    def header_bytes(self) -> int:
+        """Bytes of the headers that this rank receives."""
+        return HEADER_BYTES * (len(self.ranks) - 1)
 
-def gather_route(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> Exchange:
+
+def exchanges_of(params: Params, bucket: Bucket, rank: int) -> list[Exchange]:
+    """All exchanges of a rank for one bucket in one step, in order.
+
+    Args:
+        params: The plan's parameters.
+        bucket: One of its buckets.
+        rank: Global rank, a member of ``bucket.ranks``.
+
+    Returns:
+        Gather, scatter and relay, as far as the bucket has them.
+    """
+    routes: list[Exchange] = []
+    if bucket.gathers:
+        routes.append(gather_route(params, bucket, rank))
+    if bucket.scatters:
+        routes.append(scatter_route(params, bucket, rank))
+        if bucket.route == "staged":
+            routes.append(relay_route(params, bucket, rank))
+    return routes
+
+
+def gather_route(params: Params, bucket: Bucket, rank: int) -> Exchange:
     """Pieces that travel to their owners.
 
     A piece comes from the copy of the tensor that the owner itself belongs to, so gathering
@@ -60,16 +90,15 @@ def gather_route(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> E
         rank: Global rank, a member of ``bucket.ranks``.
 
     Returns:
-        What ``rank`` sends and receives; boxes are local to the *source* layout.
+        What ``rank`` sends and receives.
     """
-    exchange = Exchange()
+    exchange = Exchange(ranks=_gather_ranks(params, bucket, rank))
     for number, planned in enumerate(bucket.matrices):
         source = params[planned.param].source
-        box = planned.matrix.box
         owner_at = source.mesh.coordinate(planned.owner)
         if planned.owner == rank:
             for coordinate in source.copy_coordinates(owner_at):
-                cargo = [Cargo(number, p) for p in pieces_of(source.region(coordinate), box)]
+                cargo = _stored(params, number, planned, coordinate)
                 if coordinate == owner_at:
                     exchange.keeps.extend(cargo)
                 elif cargo:
@@ -78,15 +107,17 @@ def gather_route(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> E
             continue
         here = source.mesh.coordinate(rank)
         if source.replica_of(here, like=owner_at):
-            pieces = pieces_of(source.region(here), box)
-            if pieces:
-                parcel = exchange.sends.setdefault(planned.owner, [])
-                parcel.extend(Cargo(number, piece) for piece in pieces)
+            cargo = _stored(params, number, planned, here)
+            if cargo:
+                exchange.sends.setdefault(planned.owner, []).extend(cargo)
     return exchange
 
 
-def scatter_route(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> Exchange:
-    """Pieces of the update that travel back from the owners to every rank that holds them.
+def scatter_route(params: Params, bucket: Bucket, rank: int) -> Exchange:
+    """Pieces of the update that travel back from their owners.
+
+    On the direct route every rank that holds a piece receives it; on the staged route only those
+    of the owner's own copy.
 
     Args:
         params: The plan's parameters.
@@ -94,28 +125,66 @@ def scatter_route(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> 
         rank: Global rank, a member of ``bucket.ranks``.
 
     Returns:
-        What ``rank`` sends and receives; boxes are local to the *parameter's* layout.
+        What ``rank`` sends and receives.
     """
-    exchange = Exchange()
+    staged = bucket.route == "staged"
+    exchange = Exchange(ranks=_scatter_ranks(params, bucket, rank))
     for number, planned in enumerate(bucket.matrices):
         layout = params[planned.param].layout
+        owner_at = layout.mesh.coordinate(planned.owner)
         if planned.owner == rank:
-            for peer, pieces in _holders(params, planned):
+            for peer, pieces in _holders(params, planned, with_replicas=not staged):
                 cargo = [Cargo(number, piece) for piece in pieces]
                 if peer == rank:
                     exchange.keeps.extend(cargo)
                 else:
                     exchange.sends.setdefault(peer, []).extend(cargo)
             continue
-        region = layout.region(layout.mesh.coordinate(rank))
-        pieces = pieces_of(region, planned.matrix.box)
-        if pieces:
-            parcel = exchange.receives.setdefault(planned.owner, [])
-            parcel.extend(Cargo(number, piece) for piece in pieces)
+        here = layout.mesh.coordinate(rank)
+        if staged and not layout.replica_of(here, like=owner_at):
+            continue
+        cargo = _held(params, number, planned, here)
+        if cargo:
+            exchange.receives.setdefault(planned.owner, []).extend(cargo)
     return exchange
 
 
-def stored_cargo(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> list[Cargo]:
+def relay_route(params: Params, bucket: Bucket, rank: int) -> Exchange:
+    """Second stage of the staged route: pieces pass along the replicate axes.
+
+    Args:
+        params: The plan's parameters.
+        bucket: A staged bucket.
+        rank: Global rank, a member of ``bucket.ranks``.
+
+    Returns:
+        What ``rank`` sends, the same to every replica of itself, and receives.
+    """
+    layout = params[bucket.matrices[0].param].layout
+    here = layout.mesh.coordinate(rank)
+    exchange = Exchange(ranks=_ranks_at(layout.mesh, layout.replica_coordinates(here)))
+    for number, planned in enumerate(bucket.matrices):
+        layout = params[planned.param].layout
+        owner_at = layout.mesh.coordinate(planned.owner)
+        cargo = _held(params, number, planned, here)
+        if not cargo:
+            continue
+        if layout.replica_of(here, like=owner_at):
+            for peer in exchange.ranks:
+                if peer != rank:
+                    exchange.sends.setdefault(peer, []).extend(cargo)
+        else:
+            peer = layout.mesh.rank_at(
+                tuple(
+                    owner_at[i] if i in layout.replicate_axes else position
+                    for i, position in enumerate(here)
+                )
+            )
+            exchange.receives.setdefault(peer, []).extend(cargo)
+    return exchange
+
+
+def stored_cargo(params: Params, bucket: Bucket, rank: int) -> list[Cargo]:
     """Pieces of a bucket's matrices in a rank's own momentum.
 
     Args:
@@ -124,23 +193,60 @@ def stored_cargo(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> l
         rank: Global rank.
 
     Returns:
-        The pieces; boxes are local to the *source* layout.
+        The pieces, in the order of the matrices.
     """
     cargo: list[Cargo] = []
     for number, planned in enumerate(bucket.matrices):
-        source = params[planned.param].source
-        region = source.region(source.mesh.coordinate(rank))
-        cargo.extend(Cargo(number, piece) for piece in pieces_of(region, planned.matrix.box))
+        here = params[planned.param].layout.mesh.coordinate(rank)
+        cargo.extend(_stored(params, number, planned, here))
     return cargo
 
 
+def _stored(
+    params: Params, number: int, planned: PlannedMatrix, coordinate: Coordinate
+) -> list[Cargo]:
+    """Pieces that a rank has momentum for."""
+    param = params[planned.param]
+    fine = None if param.source is param.layout else param.source.region(coordinate)
+    pieces = pieces_of(param.layout.region(coordinate), planned.matrix.box, fine)
+    return [Cargo(number, piece) for piece in pieces]
+
+
+def _held(
+    params: Params, number: int, planned: PlannedMatrix, coordinate: Coordinate
+) -> list[Cargo]:
+    """Pieces that a rank has weights for."""
+    layout = params[planned.param].layout
+    pieces = pieces_of(layout.region(coordinate), planned.matrix.box)
+    return [Cargo(number, piece) for piece in pieces]
+
+
 def _holders(
-    params: Sequence[PlannedParam], planned: PlannedMatrix
+    params: Params, planned: PlannedMatrix, *, with_replicas: bool
 ) -> Iterator[tuple[int, list[Piece]]]:
     layout = params[planned.param].layout
     owner_at = layout.mesh.coordinate(planned.owner)
     for shard_at in layout.copy_coordinates(owner_at):
         pieces = pieces_of(layout.region(shard_at), planned.matrix.box)
         if pieces:
-            for coordinate in layout.replica_coordinates(shard_at):
+            replicas = layout.replica_coordinates(shard_at) if with_replicas else [shard_at]
+            for coordinate in replicas:
                 yield layout.mesh.rank_at(coordinate), pieces
+
+
+def _gather_ranks(params: Params, bucket: Bucket, rank: int) -> Ranks:
+    if bucket.route == "direct":
+        return bucket.ranks
+    source = params[bucket.matrices[0].param].source
+    return _ranks_at(source.mesh, source.copy_coordinates(source.mesh.coordinate(rank)))
+
+
+def _scatter_ranks(params: Params, bucket: Bucket, rank: int) -> Ranks:
+    if bucket.route == "direct":
+        return bucket.ranks
+    layout = params[bucket.matrices[0].param].layout
+    return _ranks_at(layout.mesh, layout.copy_coordinates(layout.mesh.coordinate(rank)))
+
+
+def _ranks_at(mesh: MeshLayout, coordinates: Iterable[Coordinate]) -> Ranks:
+    return tuple(sorted(mesh.rank_at(coordinate) for coordinate in coordinates))

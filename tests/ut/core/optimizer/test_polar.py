@@ -268,6 +268,14 @@ def test_scale_does_not_matter(scale: float, shape: tuple[int, ...]) -> None:
     assert relative_error(orthogonalize(X, dtype=torch.float32), expected) < 1e-5
 
 
+@pytest.mark.parametrize("scale", [1e-41, 1e-30, 1.0, 1e38])
+def test_negation_commutes_also_where_all_entries_have_one_sign(scale: float) -> None:
+    X = torch.rand(4, 7) * scale
+    result = orthogonalize(X)
+    assert result.any()
+    assert torch.equal(orthogonalize(-X), -result)
+
+
 @pytest.mark.parametrize("scale", [1e-290, 1e290])
 def test_scale_of_float64_is_not_squeezed_into_float32(scale: float) -> None:
     X = torch.randn(4, 6, dtype=torch.float64)
