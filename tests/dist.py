@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 # ``tensor.debug`` pulls in everything that DTensor would import in each rank (2 s).
 _PRELOAD = [
     "torch.distributed.tensor.debug",
@@ -30,7 +31,7 @@ _PRELOAD = [
     "pytest",
     "tests.dist",
 ]
-_CONTEXT.set_forkserver_preload(_PRELOAD)
+CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,13 @@ def run_ranks(
         The return values in rank order.
 
     Raises:
-        AssertionError: If a rank fails, with the traceback of the lowest one that did.
+        AssertionError: If a rank fails, with its traceback.
     """
     outcomes = run_ranks_outcomes(world_size, body, *args, timeout_s=timeout_s)
-    for rank, outcome in enumerate(outcomes):
-        if isinstance(outcome, Failure) and "Connection closed by peer" not in outcome.message:
-            raise AssertionError(f"rank {rank} failed:\n{outcome.trace}")
-    for rank, outcome in enumerate(outcomes):
-        if isinstance(outcome, Failure):
-            raise AssertionError(f"rank {rank} failed:\n{outcome.trace}")
+    failed = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
+    # Who lost the connection to a peer is not the one to blame.
+    for rank in sorted(failed, key=lambda r: ("Connection" in outcomes[r].message, r)):
+        raise AssertionError(f"rank {rank} failed:\n{outcomes[rank].trace}")
     return outcomes
 
 
@@ -100,9 +99,9 @@ def run_ranks_outcomes(
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            _CONTEXT.Process(
+            CONTEXT.Process(
                 target=_entry,
                 args=(rank, world_size, store, pipes[rank][1], group_timeout_s, body, args),
             )
@@ -151,9 +150,10 @@ def _entry(
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout_s),
         )
-        value = body(*args)
-        dist.barrier()
-        pipe.send(value)
-        dist.destroy_process_group()
+        pipe.send(body(*args))
     except BaseException as error:  # noqa: BLE001 -- the parent reports it
         pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
+        return
+    with suppress(RuntimeError):  # a peer that failed is not there any more
+        dist.barrier()  # nobody closes a connection that a peer still reads from
+        dist.destroy_process_group()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups and the exchange of packets: the only caller of ``torch.distributed``."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +122,3 @@ def is_distributed() -> bool:
 def current_rank() -> int:
     """Global rank of this process, 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
-
-
-def ranks_by_name(values: Mapping[int, Any]) -> str:
-    """Ranks as a person reads them: ``rank 1`` or ``ranks 0, 2``."""
-    ranks = ", ".join(str(rank) for rank in sorted(values))
-    return f"rank {ranks}" if len(values) == 1 else f"ranks {ranks}"

@@ -7,10 +7,14 @@ headers tell every rank whether all are well and step on the same thing. Only wh
 open is anything written. Then each domain runs as a pipeline: while bucket *k* is orthogonalized,
 *k + 1* travels in and *k - 1* travels back. The order on each process group depends on the plan
 alone, so no rank can wait for another that waits for it.
+
+A rank that cannot go on still runs every exchange, with headers that say so, and writes nothing.
+Whoever reads such a header does the same, so the news also reaches ranks that share no parameter
+with the one that failed. At the end they meet once more and raise the same error.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +27,6 @@ from hyper_parallel.core.optimizer.collectives import (
     Ranks,
     Transfer,
     gather_objects,
-    ranks_by_name,
     start_all_to_all,
 )
 from hyper_parallel.core.optimizer.packing import (
@@ -135,7 +138,6 @@ class Executor:
             ranks: kernel.fingerprint(params) for ranks, params in self._params.items()
         }
         opened = [self._open(programs[0], kernel) for programs in self._domains.values()]
-        self._settle(kernel)
         for flight, programs in zip(opened, self._domains.values(), strict=True):
             self._pipeline(flight, programs[1:], kernel)
         for program in self._alone:
@@ -150,9 +152,8 @@ class Executor:
                 told = gather_objects(list(self._plan.describe(ranks)), group)
                 raise RuntimeError(
                     "ranks disagree about the optimizer's plan: "
-                    f"{_first_difference(dict(zip(ranks, told, strict=True)))}. Build the "
-                    "optimizer on every rank from the same parameters, in the same order, with "
-                    "the same settings"
+                    f"{_first_difference(ranks, told)}. Build the optimizer on every rank from "
+                    "the same parameters, in the same order, with the same settings"
                 )
         self._agreed = True
 
@@ -337,30 +338,22 @@ class Executor:
 
     def _settle(self, kernel: StepKernel) -> None:
         """Raise, with the same message on all ranks of a suspect domain."""
-        message = self._failure
-        for ranks in self._domains:
-            if ranks not in self._suspects:
-                continue
-            group = self._groups[ranks]
-            told = gather_objects((message, kernel.facts(self._params[ranks])), group)
-            reasons = {r: text for r, (text, _) in zip(ranks, told, strict=True) if text}
-            if reasons:
-                first = min(reasons)
-                message = f"rank {first} cannot step: {reasons[first]}"
-            else:
-                facts = {r: lines for r, (_, lines) in zip(ranks, told, strict=True)}
-                message = (
-                    f"ranks disagree about this step: {_first_difference(facts)}. All ranks that "
-                    "share a parameter must step with the same hyperparameters, and either all or "
-                    "none of them with a gradient"
-                )
-        if message is not None:
-            outcome = (
-                "Part of the parameters has been updated: go back to the last checkpoint"
-                if self._written
-                else "No weight and no optimizer state was changed"
-            )
-            raise RuntimeError(f"{message}. {outcome}")
+        if self._failure is None:
+            return
+        message = f"rank {self._plan.rank} cannot step: {self._failure}" if self._failure else ""
+        # Twice: a reason that is found in the last domain then reaches the first one, too.
+        for ranks in [*self._domains, *self._domains]:
+            if ranks in self._suspects:
+                facts = kernel.facts(self._params[ranks])
+                told = gather_objects((message, facts), self._groups[ranks])
+                known = [text for text, _ in told if text]
+                message = known[0] if known else _disagreement(ranks, [f for _, f in told])
+        outcome = (
+            "Part of the parameters has been updated: go back to the last checkpoint"
+            if self._written
+            else "No weight and no optimizer state was changed"
+        )
+        raise RuntimeError(f"{message or 'another rank cannot step'}. {outcome}")
 
 
 def _arrived(
@@ -374,15 +367,29 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _first_difference(lines: Mapping[int, Sequence[str]]) -> str:
-    """Name the first line in which ranks differ, and who says what."""
-    for number in range(max(map(len, lines.values()))):
+def _disagreement(ranks: Ranks, facts: Sequence[Sequence[str]]) -> str:
+    difference = _first_difference(ranks, facts)
+    if not difference:
+        return ""
+    return (
+        f"ranks disagree about this step: {difference}. All ranks that share a parameter must "
+        "step with the same hyperparameters, and either all or none of them with a gradient"
+    )
+
+
+def _first_difference(ranks: Ranks, lines: Sequence[Sequence[str]]) -> str:
+    """Name the first line in which ranks differ and who says what; nothing if they do not."""
+    for number in range(max(map(len, lines))):
         said: dict[str, list[int]] = {}
-        for rank, own in lines.items():
+        for rank, own in zip(ranks, lines, strict=True):
             line = own[number] if number < len(own) else "nothing more"
             said.setdefault(line, []).append(rank)
         if len(said) > 1:
-            return " but ".join(
-                f"{ranks_by_name(dict.fromkeys(ranks))} has {line}" for line, ranks in said.items()
-            )
-    return "for a reason that their descriptions do not show"
+            return " but ".join(f"{_ranks(who)} {line}" for line, who in said.items())
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks))} have"
