@@ -21,9 +21,10 @@ def plan_table(rank: int, params: Sequence[PlannedParam], buckets: Sequence[Buck
         exchanges by set of ranks, as this rank takes part in them.
     """
     lines = [
-        f"Muon plan of rank {rank}: {len(params)} parameters, "
-        f"{sum(len(b.matrices) for b in buckets)} matrices, {len(buckets)} buckets, "
-        f"{sum(b.num_collectives for b in buckets)} collectives a step",
+        f"Muon plan of rank {rank}: {_count(len(params), 'parameter')}, "
+        f"{_count(sum(len(b.matrices) for b in buckets), 'matrix', 'matrices')}, "
+        f"{_count(len(buckets), 'bucket')}, "
+        f"{_count(sum(b.num_collectives for b in buckets), 'collective')} a step",
         "",
     ]
     lines += table(
@@ -91,6 +92,10 @@ def received_bytes(params: Sequence[PlannedParam], bucket: Bucket, rank: int) ->
         exchange.numel_received() * bucket.itemsize + exchange.header_bytes()
         for exchange in exchanges_of(params, bucket, rank)
     )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _layout_rows(

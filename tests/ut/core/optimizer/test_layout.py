@@ -2,7 +2,7 @@
 """Regions against torch's own splitting of a tensor, without processes."""
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -166,7 +166,7 @@ def test_spans_after_cuts_name_torchs_rows_for_every_small_case(length: int) -> 
     whole = torch.arange(length)
     for cuts in [(), *((cut,) for cut in CUTS), *product(CUTS, CUTS)]:
         axes = tuple(AxisPlacement(dim=0, split_factor=factor) for _, factor in cuts)
-        parts = [((), whole)]
+        parts: list[tuple[Coordinate, Tensor]] = [((), whole)]
         for axis, (size, _) in zip(axes, cuts, strict=True):
             placement = torch_placement(axis)
             assert isinstance(placement, Shard | StridedShard)
@@ -194,7 +194,7 @@ def test_spans_after_cuts_ascend_and_are_neither_empty_nor_adjacent(
 ) -> None:
     spans = spans_after_cuts(length, tuple((n, i % n, factor) for n, i, factor in cuts))
     assert all(start < stop for start, stop in spans)
-    assert all(left[1] < right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] < right[0] for left, right in pairwise(spans))
     assert not spans or (spans[0][0] >= 0 and spans[-1][1] <= length)
 
 
@@ -346,6 +346,7 @@ def test_pieces_of_one_copy_cover_a_box_once_and_say_where(case: tuple[ParamLayo
             assert piece.numel > 0
             assert torch.equal(cut_out(local, piece.local), cut_out(matrix, piece.inner))
             assert piece.numel == cut_out(local, piece.local).numel()
+            assert piece.fine == piece.local
             cut_out(times, piece.inner).add_(1)
     assert bool((times == 1).all())
 
@@ -362,3 +363,67 @@ def test_pieces_are_in_row_major_local_order(case: tuple[ParamLayout, Box]) -> N
 def test_pieces_of_an_empty_shard_are_none() -> None:
     layout = layout_of((5, 4), (4,), (S0,))
     assert pieces_of(layout.region((3,)), ((0, 5), (0, 4))) == []
+
+
+# Momentum cut over the replicas
+
+
+@given(layout=layouts())
+@settings(max_examples=120)
+def test_cut_over_replicas_leaves_every_rank_a_part_of_what_it_held(layout: ParamLayout) -> None:
+    finer = layout.cut_over_replicas()
+    assert (finer.shape, finer.mesh) == (layout.shape, layout.mesh)
+    assert set(finer.replicate_axes) <= set(layout.replicate_axes)
+    for before, after in zip(layout.axes, finer.axes, strict=True):
+        assert before.dim is None or before == after
+    for coordinate in coordinates(layout):
+        held = indices_of(layout.region(coordinate))
+        kept = indices_of(finer.region(coordinate))
+        assert 0 in map(len, kept) or all(map(_is_part, kept, held))
+
+
+def _is_part(kept: list[int], held: list[int]) -> bool:
+    return set(kept) <= set(held)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh_shape", "axes", "expected"),
+    [
+        ((8, 4), (4,), (R,), "S(0)"),
+        ((3, 4), (4,), (R,), "S(1)"),
+        ((8, 4), (2, 2), (R, S0), "S(1) S(0)"),
+        ((8, 1), (2, 2), (R, S0), "S(0/2) S(0)"),
+        ((6, 1), (2, 2), (R, S0), "S(1) S(0)"),
+        ((8, 4), (2, 2), (S0, R), "S(0) S(0)"),
+        ((8, 4), (1, 2), (R, S0), "R S(0)"),
+        ((8, 4), (2,), (S0,), "S(0)"),
+    ],
+)
+def test_cut_over_replicas_chooses_a_dim_whose_cut_comes_last_or_divides(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    axes: tuple[AxisPlacement, ...],
+    expected: str,
+) -> None:
+    assert layout_of(shape, mesh_shape, axes).cut_over_replicas().placements_text() == expected
+
+
+@given(case=layouts_with_box())
+@settings(max_examples=100)
+def test_pieces_of_a_finer_layout_cover_a_box_once_and_say_where(
+    case: tuple[ParamLayout, Box],
+) -> None:
+    layout, box = case
+    finer = layout.cut_over_replicas()
+    whole = numbered(layout.shape)
+    matrix = cut_out(whole, box)
+    times = torch.zeros_like(matrix)
+    for coordinate in finer.copy_coordinates(coordinates(layout)[0]):
+        weight = torch_local(whole, layout, coordinate)
+        momentum = torch_local(whole, finer, coordinate)
+        for piece in pieces_of(layout.region(coordinate), box, finer.region(coordinate)):
+            expected = cut_out(matrix, piece.inner)
+            assert torch.equal(cut_out(weight, piece.local), expected)
+            assert torch.equal(cut_out(momentum, piece.fine), expected)
+            cut_out(times, piece.inner).add_(1)
+    assert bool((times == 1).all())

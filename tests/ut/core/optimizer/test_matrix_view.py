@@ -70,7 +70,7 @@ def test_normalize_view_accepts_every_form_and_lists_for_tuples(
     ],
 )
 def test_normalize_view_refuses_anything_else_and_names_the_parameter(view: Any) -> None:
-    with pytest.raises(ValueError, match="blocks.0.attn.qkv: matrix_view must be") as caught:
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv: matrix_view must be") as caught:
         normalize_view(view, "blocks.0.attn.qkv")
     message = str(caught.value)
     assert repr(view) in message
@@ -144,7 +144,7 @@ def test_split_that_forgets_a_block_raises_with_rows_and_sum() -> None:
 
 
 def test_split_of_a_stack_counts_the_rows_of_one_matrix() -> None:
-    with pytest.raises(ValueError, match="experts: .*sums to 8 rows.* has 4"):
+    with pytest.raises(ValueError, match=r"experts: .*sums to 8 rows.* has 4"):
         matrices_of((2, 4, 4), ("split", (4, 4)), "experts")
 
 

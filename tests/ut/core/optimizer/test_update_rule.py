@@ -242,11 +242,15 @@ def test_commit_update_takes_the_learning_rate_as_a_tensor(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_commit_update_of_nothing_leaves_the_bits(dtype: torch.dtype) -> None:
-    """C27: ``lr=0`` is a step that changes nothing, the sign of zero included."""
-    p = torch.tensor([[1.5, -0.0, 0.0, -3e-5]]).to(dtype)
+    """C27: no learning rate, or no update, is a step that changes nothing."""
+    p = torch.tensor([[1.5, 0.0, -3e-5, 3e4]]).to(dtype)
     kept = p.clone()
     commit_update([p], [torch.randn(1, 4)], decay=1.0, steps=[0.0])
-    assert torch.equal(p, kept)
+    assert same_bits(p, kept)
+    p[0, 1] = -0.0
+    kept = p.clone()
+    commit_update([p], [torch.zeros(1, 4)], decay=1.0, steps=[0.1])
+    assert same_bits(p, kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
