@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from hyper_parallel import Muon
 from hyper_parallel.core.optimizer import executor as executor_module
-from hyper_parallel.core.optimizer.collectives import Transfer, start_all_to_all
+from hyper_parallel.core.optimizer.collectives import Transfer, gather_objects, start_all_to_all
 from hyper_parallel.core.optimizer.local_step import LocalStep
 from hyper_parallel.core.optimizer.report import received_bytes
 from hyper_parallel.core.optimizer.torch_private import StridedShard
@@ -209,7 +209,7 @@ def _counted_step(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
     with (
         mock.patch.object(LocalStep, "compute", counting_compute),
         mock.patch.object(executor_module, "start_all_to_all", counting_transfer),
-        mock.patch.object(executor_module, "gather_objects", _agreement_only(optimizer)),
+        mock.patch.object(executor_module, "gather_objects", _agreement_only),
         CommDebugMode() as comm,
     ):
         optimizer.step()
@@ -225,11 +225,10 @@ def _counted_step(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
 
 def _agreement_only(optimizer: Muon) -> Any:
     """Before the first step ranks compare digests, which is no part of a step."""
-    gather = executor_module.gather_objects
 
     def outside_of_the_count(value: Any, group: Any) -> Any:
         with torch._C._DisableTorchDispatch():
-            return gather(value, group)
+            return gather_objects(value, group)
 
     return outside_of_the_count
 

@@ -33,7 +33,7 @@ def test_run_ranks_returns_in_rank_order() -> None:
 
 
 def test_run_ranks_reports_the_rank_that_failed() -> None:
-    with pytest.raises(AssertionError, match="rank 1 failed(.|\n)*boom"):
+    with pytest.raises(AssertionError, match=r"rank 1 failed(.|\n)*boom"):
         run_ranks(2, fail_on_rank_one)
 
 

@@ -80,7 +80,6 @@ def test_a_step_costs_its_ideal_share(name: str) -> None:
     seen = run_ranks(4, count, *LAYOUTS[name])
     busiest = max(s["flops"] for s in seen) / one_process_flops()
     received = max(s["received_mb"] for s in seen) / WHOLE_MB
-    print(f"{name}: busiest {busiest:.4f}, received {received:.4f}, {seen[0]['collectives']} calls")
     assert busiest <= 0.26
     assert received <= RECEIVED[name] * 1.04
     assert {s["collectives"] for s in seen} == {COLLECTIVES[name]}

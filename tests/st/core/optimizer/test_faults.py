@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from hyper_parallel import Muon
 from hyper_parallel.core.optimizer import local_step
+from hyper_parallel.core.optimizer.polar import orthogonalize_with_schedule
 from tests.dist import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.dist
@@ -101,9 +102,10 @@ def wrong_gradient(kind: str) -> str:
                 torch.ones(4, 7), p.device_mesh, [Partial()], run_check=False
             )
         elif kind == "layout":
-            params[1].grad = torch.ones_like(p).redistribute(placements=[Replicate()])
-    elif kind == "layout":
-        torch.ones_like(params[1]).redistribute(placements=[Replicate()])
+            whole = torch.ones(4, 7)
+            params[1].grad = DTensor.from_local(
+                whole, p.device_mesh, [Replicate()], run_check=False
+            )
     return step_fails(optimizer, params)
 
 
@@ -120,7 +122,7 @@ def raise_in_compute(bucket_bytes: int, fail_at: int) -> str:
     optimizer, params = build((Shard(0),), bucket_bytes=bucket_bytes)
     optimizer.step()
     calls = 0
-    compute = local_step.orthogonalize_with_schedule
+    compute = orthogonalize_with_schedule
 
     def failing(*args: object, **kwargs: object) -> Tensor:
         nonlocal calls

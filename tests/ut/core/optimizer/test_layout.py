@@ -188,7 +188,7 @@ def test_spans_after_cuts_name_torchs_rows_for_every_small_case(length: int) -> 
     length=st.integers(0, 200),
     cuts=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8), st.integers(1, 6)), max_size=4),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_spans_after_cuts_ascend_and_are_neither_empty_nor_adjacent(
     length: int, cuts: list[tuple[int, int, int]]
 ) -> None:
@@ -199,7 +199,7 @@ def test_spans_after_cuts_ascend_and_are_neither_empty_nor_adjacent(
 
 
 @given(layout=layouts())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_region_names_the_elements_of_torchs_local_tensor(layout: ParamLayout) -> None:
     whole = numbered(layout.shape)
     for coordinate in coordinates(layout):
@@ -270,7 +270,7 @@ def test_region_of_a_strided_shard_may_have_several_spans() -> None:
 
 
 @given(layout=layouts())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_regions_of_one_copy_hold_each_element_once(layout: ParamLayout) -> None:
     whole = numbered(layout.shape)
     for coordinate in coordinates(layout):
@@ -280,7 +280,7 @@ def test_regions_of_one_copy_hold_each_element_once(layout: ParamLayout) -> None
 
 
 @given(layout=layouts())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_copies_and_replicas_partition_the_mesh(layout: ParamLayout) -> None:
     everyone = coordinates(layout)
     assert layout.num_shards * layout.num_replicas == len(everyone)
@@ -311,7 +311,7 @@ def test_without_replicas_keeps_one_copy_as_it_was(layout: ParamLayout) -> None:
 
 
 @given(case=layouts_with_box())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_holders_are_all_the_ranks_that_hold_a_box_whole(case: tuple[ParamLayout, Box]) -> None:
     layout, box = case
 
@@ -334,7 +334,7 @@ def test_holders_of_an_expert_are_its_replicas() -> None:
 
 
 @given(case=layouts_with_box())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_pieces_of_one_copy_cover_a_box_once_and_say_where(case: tuple[ParamLayout, Box]) -> None:
     layout, box = case
     whole = numbered(layout.shape)
@@ -369,7 +369,7 @@ def test_pieces_of_an_empty_shard_are_none() -> None:
 
 
 @given(layout=layouts())
-@settings(max_examples=120)
+@settings(max_examples=100)
 def test_cut_over_replicas_leaves_every_rank_a_part_of_what_it_held(layout: ParamLayout) -> None:
     finer = layout.cut_over_replicas()
     assert (finer.shape, finer.mesh) == (layout.shape, layout.mesh)

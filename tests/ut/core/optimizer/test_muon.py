@@ -1077,8 +1077,8 @@ def test_the_plan_is_a_table_that_tells_what_there_is() -> None:
     model = nn.Linear(16, 8, bias=False)
     optimizer = Muon(model.named_parameters(), ns_dtype=torch.float32, ns_steps=3)
     text = str(optimizer.plan)
-    assert "1 parameters, 1 matrices, 1 buckets, 0 collectives a step" in text
-    assert "3 steps, float32" in text
+    for words in ("rank 0", "1 matri", "0 collectives a step", "whole", "3 steps, float32"):
+        assert words in text
     lines = text.splitlines()
     assert all(len(line) <= 120 for line in lines)
     assert all(line == line.rstrip() for line in lines)

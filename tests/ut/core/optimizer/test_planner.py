@@ -256,6 +256,14 @@ def test_build_plan_holds_each_owner_to_bucket_bytes_unless_one_matrix_is_larger
             assert sum(held) <= bucket_bytes or len(held) == 1
 
 
+def test_build_plan_adds_buckets_until_each_owners_matrices_fit() -> None:
+    """Three matrices of 64 bytes are less than two buckets of 100, but no two fit in one."""
+    plan = plan_of(
+        [param((8, 4), mesh_of(1), [R], name=f"w{i}") for i in range(3)], bucket_bytes=100
+    )
+    assert [len(bucket.matrices) for bucket in plan.buckets] == [1, 1, 1]
+
+
 @given(
     params=param_lists(),
     bucket_bytes=st.sampled_from([1, 200, LARGE]),
@@ -347,6 +355,12 @@ def test_build_plan_lets_meshes_over_the_same_ranks_share_buckets() -> None:
 def test_build_plan_gathers_replicated_parameters_whose_momentum_is_cut() -> None:
     (bucket,) = plan_of([param((8, 4), mesh_of(4), [R], shard_momentum=True)]).buckets
     assert (bucket.gathers, bucket.scatters) == (True, True)
+
+
+def test_build_plan_sends_back_what_only_one_rank_has_momentum_for() -> None:
+    (bucket,) = plan_of([param((4, 6, 4), mesh_of(4), [R], shard_momentum=True)]).buckets
+    assert (bucket.gathers, bucket.scatters) == (False, True)
+    assert [m.owner for m in bucket.matrices] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
