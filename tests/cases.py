@@ -223,14 +223,10 @@ def _counted_step(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
     return orthogonalized
 
 
-def _agreement_only(optimizer: Muon) -> Any:
-    """Before the first step ranks compare digests, which is no part of a step."""
-
-    def outside_of_the_count(value: Any, group: Any) -> Any:
-        with torch._C._DisableTorchDispatch():
-            return gather_objects(value, group)
-
-    return outside_of_the_count
+def _agreement_only(value: Any, group: Any) -> Any:
+    """Before the first step ranks compare digests, which is no part of a step: not counted."""
+    with torch._C._DisableTorchDispatch():
+        return gather_objects(value, group)
 
 
 def _reference(case: Case, whole: Tensor, param: Param, optimizer: Muon) -> ReferenceMuon:
