@@ -26,7 +26,7 @@ def newton_schulz(matrix: Tensor, coefficients: Sequence[tuple[float, float, flo
 def matrices(tensor: Tensor, view: object = None) -> list[Tensor]:
     """The matrices of a parameter, as 2-D views (copies for ``flatten`` of odd strides)."""
     if view == "flatten":
-        return [tensor.view(tensor.shape[0], -1)]
+        return [tensor.flatten(1)]
     flat = tensor.flatten(0, -3) if tensor.ndim > 2 else tensor[None]
     if view is None:
         return list(flat)

@@ -4,31 +4,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hyper_parallel.core.optimizer.dtensor_layout import local_tensor, zeros_like_param
-
-
-def make_state(param: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
-    """The state of one parameter before its first step, as ``torch.optim.AdamW`` names it.
-
-    Args:
-        param: The parameter.
-        amsgrad: Whether the group keeps the maximum of the second moment.
-
-    Returns:
-        ``step`` (a float32 scalar on the CPU) and moments laid out like the parameter.
-    """
-    state = {
-        "step": torch.tensor(0.0),
-        "exp_avg": zeros_like_param(param),
-        "exp_avg_sq": zeros_like_param(param),
-    }
-    if amsgrad:
-        state["max_exp_avg_sq"] = zeros_like_param(param)
-    return state
+from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
 
 
 def adamw_step(

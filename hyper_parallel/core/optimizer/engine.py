@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,10 +21,24 @@ from hyper_parallel.core.optimizer.dtensor_layout import LayoutReader, local_ten
 from hyper_parallel.core.optimizer.executor import Executor
 from hyper_parallel.core.optimizer.hyperparameters import orthogonalization_of
 from hyper_parallel.core.optimizer.layout import ParamLayout
-from hyper_parallel.core.optimizer.local_step import MuonParam
 from hyper_parallel.core.optimizer.matrix_view import matrices_of, normalize_view
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import build_plan
+from hyper_parallel.core.optimizer.stepped_param import SteppedParam, param_names
+
+_PLANNED_KEYS: Final = (
+    "algorithm",
+    "ns_coefficients",
+    "ns_steps",
+    "eps",
+    "ns_method",
+    "ns_dtype",
+    "momentum_dtype",
+    "share_replicas",
+    "shard_momentum",
+    "matrix_view",
+)
+"""Settings that the plan depends on; the others are read at every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +46,39 @@ class Engine:
     """What is fixed between two changes of the parameters.
 
     Attributes:
-        params: All parameters of the optimizer, those of AdamW included.
-        entries: Those that Muon steps on, in the plan's order.
+        basis: What it was built from; see :func:`basis_of`.
+        entries: The parameters that Muon steps on, in the plan's order.
+        others: Those that AdamW steps on.
         plan: The plan.
         executor: Its runner.
     """
 
-    params: tuple[Tensor, ...]
-    entries: tuple[MuonParam, ...]
+    basis: tuple[object, ...]
+    entries: tuple[SteppedParam, ...]
+    others: tuple[SteppedParam, ...]
     plan: Plan
     executor: Executor
 
 
+def basis_of(groups: Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
+    """What an engine depends on: if it changes, so does the plan.
+
+    Args:
+        groups: The parameter groups.
+
+    Returns:
+        Identities and settings, to be compared with ``==``.
+    """
+    basis: list[object] = []
+    for group in groups:
+        basis.append(id(group))
+        basis += map(id, group["params"])
+        basis += [str(group.get(key)) for key in _PLANNED_KEYS]
+    return tuple(basis)
+
+
 def build_engine(
-    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]],
+    groups: Sequence[Mapping[str, Any]],
     *,
     bucket_bytes: int,
     replica_route: str,
@@ -54,7 +87,7 @@ def build_engine(
     """Read the layouts, make the plan and get ready to run it. Called on every rank.
 
     Args:
-        groups: Each parameter group with the names of its parameters.
+        groups: The parameter groups.
         bucket_bytes: See :func:`~hyper_parallel.core.optimizer.planner.build_plan`.
         replica_route: Likewise.
         replicate_mesh: Mesh over which plain tensors are replicated.
@@ -68,22 +101,24 @@ def build_engine(
     rank = current_rank()
     reader = LayoutReader(rank, replicate_mesh)
     planned: list[PlannedParam] = []
-    entries: list[MuonParam] = []
-    for group, names in groups:
-        if group["algorithm"] != "muon":
-            continue
-        for name, param in zip(names, group["params"], strict=True):
+    entries: list[SteppedParam] = []
+    others: list[SteppedParam] = []
+    for number, group in enumerate(groups):
+        for name, param in zip(param_names(group, number), group["params"], strict=True):
+            local_shape = tuple(local_tensor(param).shape)
+            if group["algorithm"] == "adamw":
+                others.append(SteppedParam(name, param, group, local_shape, param.dtype))
+                continue
             layout = reader.read(param, name)
-            local_shape = _checked_local_shape(name, param, layout, rank)
+            _check_local_shape(name, local_shape, layout, rank)
             plan_of = _planned_param(name, param, layout, group=group, rank=rank)
             finer = None if plan_of.source is plan_of.layout else plan_of.source
             planned.append(plan_of)
-            entries.append(MuonParam(name, param, group, local_shape, finer))
+            entries.append(SteppedParam(name, param, group, local_shape, param.dtype, finer))
     plan = build_plan(planned, rank=rank, bucket_bytes=bucket_bytes, replica_route=replica_route)
     process_groups = ProcessGroups(meshes_of([entry.param for entry in entries]))
     executor = Executor(plan, process_groups, _device_of(entries))
-    params = tuple(p for group, _ in groups for p in group["params"])
-    return Engine(params, tuple(entries), plan, executor)
+    return Engine(basis_of(groups), tuple(entries), tuple(others), plan, executor)
 
 
 def _planned_param(
@@ -105,10 +140,9 @@ def _planned_param(
     return PlannedParam(name=name, layout=layout, source=source, view=view, work=work)
 
 
-def _checked_local_shape(
-    name: str, param: Tensor, layout: ParamLayout, rank: int
-) -> tuple[int, ...]:
-    local_shape = tuple(local_tensor(param).shape)
+def _check_local_shape(
+    name: str, local_shape: tuple[int, ...], layout: ParamLayout, rank: int
+) -> None:
     expected = layout.local_shape(layout.mesh.coordinate(rank))
     if local_shape != expected:
         raise ValueError(
@@ -116,10 +150,9 @@ def _checked_local_shape(
             f"tensor has {local_shape}; give DTensor.from_local the shape and stride of an "
             "unevenly sharded tensor"
         )
-    return local_shape
 
 
-def _device_of(entries: Sequence[MuonParam]) -> torch.device:
+def _device_of(entries: Sequence[SteppedParam]) -> torch.device:
     devices = {local_tensor(entry.param).device: entry.name for entry in entries}
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())

@@ -4,6 +4,7 @@
 import difflib
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Final
 
 import torch
@@ -52,6 +53,16 @@ _ANNOTATIONS: Final = (
     "base_momentum",
     "swa_lr",
 )
+# Keys of torch's own AdamW, which a loaded group may have; only these values change nothing.
+_INERT: Final = {
+    "differentiable": (None, False),
+    "foreach": (None, False),
+    "fused": (None, False),
+    "capturable": (None, False),
+    "decoupled_weight_decay": (None, True),
+}
+# OneCycleLR and CyclicLR write momentum into every group.
+_SCHEDULED: Final = (("adamw", "momentum"),)
 _NS_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -80,30 +91,42 @@ def check_group(group: Mapping[str, Any], label: str) -> None:
             )
 
 
-def complete_group(group: Any, label: str) -> dict[str, Any]:
-    """Check the form of a group as a user wrote it, and fill in what AdamW groups need.
+def complete_group(group: Any, defaults: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Check a group as a user wrote it, and fill in what it does not say.
 
     Args:
         group: The group.
+        defaults: The optimizer's own settings.
         label: What to call it in an error.
 
     Returns:
-        A new dict; torch fills in Muon's own defaults.
+        A new, complete dict; ``params`` are a list.
 
     Raises:
-        TypeError: If it is not a dict.
-        ValueError: If it is empty, or the algorithm or a key is unknown; near names are suggested.
+        TypeError: If it is not a dict, or a value has the wrong type.
+        ValueError: If it is empty, the algorithm or a key is unknown (near names are suggested), or
+            a value makes no sense.
     """
     if not isinstance(group, dict):
         raise TypeError(f"{label} must be a dict, got {type(group).__name__}")
+    if "params" not in group:
+        raise ValueError(f"{label} has no 'params', only {sorted(map(str, group))}")
     complete = dict(group)
-    if not isinstance(complete["params"], Tensor | set):
-        complete["params"] = list(complete["params"])
-        if not complete["params"]:
-            raise ValueError(f"{label} is empty; leave it out")
+    if isinstance(complete["params"], set):
+        raise TypeError(f"{label}: params must be in an order that all ranks share, got a set")
+    if isinstance(complete["params"], Tensor):
+        complete["params"] = [complete["params"]]
+    complete["params"] = list(complete["params"])
+    if not complete["params"]:
+        raise ValueError(f"{label} is empty; leave it out")
     _check_keys(complete, label)
     if complete.setdefault("algorithm", "muon") == "adamw":
-        complete = {**_ADAMW_DEFAULTS, **complete}
+        shared = {key: defaults[key] for key in ("lr", "weight_decay")}
+        complete = {**shared, **_ADAMW_DEFAULTS, **complete}
+    else:
+        complete = {**defaults, **complete}
+        complete["matrix_view"] = normalize_view(complete["matrix_view"], label)
+    check_group(complete, label)
     return complete
 
 
@@ -111,15 +134,22 @@ def _check_keys(group: Mapping[str, Any], label: str) -> None:
     algorithm = group.get("algorithm", "muon")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{label}: algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
-    known = MUON_KEYS if algorithm == "muon" else ADAMW_KEYS
+    known, others = (MUON_KEYS, ADAMW_KEYS) if algorithm == "muon" else (ADAMW_KEYS, MUON_KEYS)
+    other = ALGORITHMS[1 - ALGORITHMS.index(algorithm)]
     for key in group:
-        if key not in known and key not in _ANNOTATIONS:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        if key in known or key in _ANNOTATIONS or (algorithm, key) in _SCHEDULED:
+            continue
+        if any(group[key] is value for value in _INERT.get(key, ())):
+            continue
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        if key in others:
+            hint = f"; it belongs to groups with algorithm={other!r}"
+        else:
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"{label}: unknown key {key!r} for algorithm {algorithm!r}{hint} "
-                f"Known keys: {', '.join(known)}"
-            )
+        raise ValueError(
+            f"{label}: unknown key {key!r} for algorithm {algorithm!r}{hint}. "
+            f"Known keys: {', '.join(known)}"
+        )
 
 
 def orthogonalization_of(group: Mapping[str, Any], label: str) -> Orthogonalization:
@@ -149,13 +179,16 @@ def orthogonalization_of(group: Mapping[str, Any], label: str) -> Orthogonalizat
 
 
 def _not_negative(value: object, label: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        raise TypeError(f"{label} must be a number, got {value!r}")
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{label} must have one element, got shape {tuple(value.shape)}")
+        if not value.is_floating_point():
+            raise TypeError(f"{label} must be a real number, got a tensor of {value.dtype}")
         if value.device.type != "cpu":
             return  # a look would wait for the device
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{label} must be a number, got {value!r}")
     if not 0 <= float(value) < math.inf:
         raise ValueError(f"{label} must be at least 0 and finite, got {value!r}")
 
@@ -168,8 +201,8 @@ def _plain(value: object, label: str) -> None:
 
 def _fraction(value: object, label: str) -> None:
     _plain(value, label)
-    assert isinstance(value, int | float)
-    if value > 1:
+    assert isinstance(value, Real)
+    if float(value) > 1:
         raise ValueError(f"{label} must be at most 1, got {value!r}")
 
 
@@ -180,7 +213,7 @@ def _flag(value: object, label: str) -> None:
 
 def _one_of(*choices: object) -> Callable[[object, str], None]:
     def check(value: object, label: str) -> None:
-        if not any(value is choice or value == choice for choice in choices):
+        if not any(value is c or (isinstance(value, str) and value == c) for c in choices):
             near = difflib.get_close_matches(
                 str(value), [c for c in choices if isinstance(c, str)], n=1
             )
@@ -193,9 +226,9 @@ def _one_of(*choices: object) -> Callable[[object, str], None]:
 def _betas(value: object, label: str) -> None:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise TypeError(f"{label} must be two numbers, got {value!r}")
-    for beta in value:
-        _plain(beta, label)
-        if beta >= 1:
+    for i, beta in enumerate(value):
+        _plain(beta, f"{label}[{i}]")
+        if float(beta) >= 1:
             raise ValueError(f"{label} must be less than 1, got {value!r}")
 
 

@@ -8,6 +8,7 @@ tensor. ``Shard`` gives one span; ``_StridedShard`` (FSDP over tensor parallel) 
 shard none. FSDP, HSDP, TP, EP and their mixtures differ in nothing else.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ class MeshLayout:
     def __post_init__(self) -> None:
         if math.prod(self.shape) != len(self.ranks):
             raise ValueError(f"mesh of shape {self.shape} cannot hold {len(self.ranks)} ranks")
+
+    @cached_property
+    def text(self) -> str:
+        """Shape and ranks; different for different meshes, and short for large ones."""
+        ranks = str(list(self.ranks))
+        if len(self.ranks) > 64:
+            ranks = (
+                f"{self.ranks[0]} to {self.ranks[-1]}, {hashlib.sha256(ranks.encode()).hexdigest()}"
+            )
+        return f"{self.shape} of ranks {ranks}"
 
     @cached_property
     def _coordinates(self) -> dict[int, Coordinate]:
@@ -150,7 +161,7 @@ class ParamLayout:
         return _vary(coordinate, self.replicate_axes, self.mesh.shape)
 
     def holders(self, box: Box) -> list[Coordinate]:
-        """Positions that hold a box whole; none if every rank has only part of it."""
+        """Positions, of the first replica, that hold a box whole; none if all have only a part."""
         origin = (0,) * len(self.mesh.shape)
         found = [origin]
         for dim, (length, span) in enumerate(zip(self.shape, box, strict=True)):
@@ -164,7 +175,7 @@ class ParamLayout:
                 for coordinate in found
                 for position in positions
             ]
-        return [c for coordinate in found for c in self.replica_coordinates(coordinate)]
+        return found
 
     def cut_over_replicas(self) -> "ParamLayout":
         """The same tensor, cut further along the replicate axes.

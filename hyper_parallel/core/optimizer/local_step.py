@@ -3,21 +3,16 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hyper_parallel.core.optimizer.bucket import Orthogonalization
-from hyper_parallel.core.optimizer.dtensor_layout import (
-    local_tensor,
-    placements_text,
-    same_layout,
-)
-from hyper_parallel.core.optimizer.layout import ParamLayout
+from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
 from hyper_parallel.core.optimizer.packing import Part
 from hyper_parallel.core.optimizer.polar import orthogonalize_with_schedule
+from hyper_parallel.core.optimizer.stepped_param import SteppedParam, why_not
 from hyper_parallel.core.optimizer.update_rule import (
     commit_momentum,
     commit_update,
@@ -28,36 +23,24 @@ from hyper_parallel.core.optimizer.update_rule import (
 _AGREED_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn", "momentum_dtype")
 
 
-@dataclass(frozen=True, slots=True)
-class MuonParam:
-    """A parameter that Muon steps on.
-
-    Attributes:
-        name: What to call it.
-        param: The parameter.
-        group: Its parameter group; read at every step, so schedulers are heard.
-        local_shape: Shape of its local tensor when the plan was made.
-        source: Layout of its momentum, if that is cut finer than the parameter.
-    """
-
-    name: str
-    param: Tensor
-    group: Mapping[str, Any]
-    local_shape: tuple[int, ...]
-    source: ParamLayout | None = None
-
-
 class LocalStep:
     """Reads gradients once, and then answers what the executor asks.
 
     Args:
         params: All Muon parameters, in the plan's order.
         buffers: Their momentum.
+        others: Parameters that somebody else steps on in the same step: if one of them cannot be
+            stepped on, none is.
     """
 
-    def __init__(self, params: Sequence[MuonParam], buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        params: Sequence[SteppedParam],
+        buffers: Sequence[Tensor],
+        others: Sequence[SteppedParam] = (),
+    ) -> None:
         self._params = params
-        self._failure = next(filter(None, map(_why_not, params)), None)
+        self._failure = next(filter(None, map(why_not, [*params, *others])), None)
         self._weights = [local_tensor(entry.param) for entry in params]
         self._buffers = [local_tensor(buffer) for buffer in buffers]
         self._grads = [
@@ -118,7 +101,7 @@ class LocalStep:
             )
         tensors = iter([update for _, update in updates])
         for group, run in self._runs([part for part, _ in updates]):
-            lr = group["lr"]
+            lr = _number(group["lr"])
             ratios = [lr_ratio(group["adjust_lr_fn"], p.num_rows, p.num_cols) for p in run]
             commit_update(
                 [part.of(self._weights[part.param]) for part in run],
@@ -146,33 +129,12 @@ class LocalStep:
 
 def _agreed(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     for key in _AGREED_KEYS:
-        value = group[key]
-        if isinstance(value, Tensor):
-            # A tensor on another device is not looked at: that would wait for the device.
-            value = float(value) if value.device.type == "cpu" else "a tensor"
-        yield key, value
+        value = _number(group[key])
+        yield key, "a tensor" if isinstance(value, Tensor) else value
 
 
-def _why_not(entry: MuonParam) -> str | None:
-    """What is wrong with a parameter or its gradient in this step; None if nothing is."""
-    param, gradient = entry.param, entry.param.grad
-    local_shape = tuple(local_tensor(param).shape)
-    if local_shape != entry.local_shape:
-        return (
-            f"{entry.name}: its local tensor has changed from shape {entry.local_shape} to "
-            f"{local_shape} since the optimizer was built; build the optimizer after the model "
-            "is sharded"
-        )
-    if gradient is None:
-        return None
-    if gradient.layout != torch.strided:
-        return f"{entry.name}: its gradient has layout {gradient.layout}; make it dense"
-    if gradient.is_complex():
-        return f"{entry.name}: its gradient is complex ({gradient.dtype}); Muon needs real numbers"
-    if not same_layout(param, gradient):
-        return (
-            f"{entry.name}: its gradient is laid out as {placements_text(gradient)} with shape "
-            f"{tuple(gradient.shape)}, the parameter as {placements_text(param)} with shape "
-            f"{tuple(param.shape)}; reduce and redistribute the gradient like the parameter"
-        )
-    return None
+def _number(value: Any) -> Any:
+    """A tensor on the CPU as a number; one on another device stays: a look would wait for it."""
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" else value.detach().reshape(())
+    return value

@@ -57,8 +57,8 @@ def normalize_view(view: Any, name: str) -> MatrixView:
     Raises:
         ValueError: If it is none of the known forms.
     """
-    if view is None or view == "flatten":
-        return view  # type: ignore[no-any-return]
+    if view is None or (isinstance(view, str) and view == "flatten"):
+        return view
     if isinstance(view, list | tuple) and len(view) == 2:
         kind, argument = view
         if kind == "heads" and _is_positive(argument):

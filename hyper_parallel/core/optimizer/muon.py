@@ -3,30 +3,38 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from hyper_parallel.core.optimizer.adamw import adamw_step, make_state
-from hyper_parallel.core.optimizer.dtensor_layout import in_layout, local_tensor, zeros_like_param
-from hyper_parallel.core.optimizer.engine import Engine, build_engine
+from hyper_parallel.core.optimizer.adamw import adamw_step
+from hyper_parallel.core.optimizer.engine import Engine, basis_of, build_engine
 from hyper_parallel.core.optimizer.hyperparameters import (
     ADAMW_KEYS,
-    MUON_KEYS,
     check_group,
     complete_group,
 )
 from hyper_parallel.core.optimizer.local_step import LocalStep
-from hyper_parallel.core.optimizer.matrix_view import normalize_view
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
+from hyper_parallel.core.optimizer.state import (
+    fill_adamw_state,
+    fill_muon_state,
+    fit_state_dict,
+    has_state,
+    saved_momenta,
+)
+from hyper_parallel.core.optimizer.stepped_param import check_new_params, param_names
 
 ParamGroup = dict[str, Any]
-Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[ParamGroup]
+Params = Iterable[Tensor | tuple[str, Tensor] | ParamGroup]
+
+_SETTINGS: Final = ("_bucket_bytes", "_replica_route", "_replicate_mesh", "_warned_idle")
 
 DEFAULT_BUCKET_BYTES: Final = 64 * 2**20
 """Large enough to keep an exchange near the link's rate, small beside a model's weights."""
@@ -124,6 +132,12 @@ class Muon(Optimizer):
         replica_route: str = "auto",
         replicate_mesh: DeviceMesh | None = None,
     ) -> None:
+        if isinstance(params, set):
+            raise TypeError(
+                "params must be in an order that all ranks share, got a set; use a list"
+            )
+        if replicate_mesh is not None and not isinstance(replicate_mesh, DeviceMesh):
+            raise TypeError(f"replicate_mesh must be a DeviceMesh, got {replicate_mesh!r}")
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be a positive integer, got {bucket_bytes!r}")
         self._bucket_bytes = bucket_bytes
@@ -152,7 +166,7 @@ class Muon(Optimizer):
             "matrix_view": matrix_view,
         }
         check_group({**defaults, "algorithm": "muon"}, "Muon")
-        super().__init__(params, defaults)
+        super().__init__(cast(ParamsT, params), defaults)
         self._ready()
 
     @property
@@ -171,28 +185,25 @@ class Muon(Optimizer):
             ValueError: As in the constructor. The optimizer is then as it was before.
             TypeError: As in the constructor.
         """
-        label = f"parameter group {len(self.param_groups)}"
-        group = complete_group(param_group, label)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch only warns of what check_params refuses
-            super().add_param_group(group)
-        try:
-            self._accept(group, label)
-        except BaseException:
-            self.param_groups.remove(group)
-            raise
-
-    def _accept(self, group: ParamGroup, label: str) -> None:
+        number = len(self.param_groups)
+        group = complete_group(param_group, self.defaults, f"parameter group {number}")
+        taken = {
+            param: name
+            for i, other in enumerate(self.param_groups)
+            for name, param in zip(param_names(other, i), other["params"], strict=True)
+        }
+        check_new_params(group, number, taken)
+        super().add_param_group(group)
         if group["algorithm"] == "adamw":
-            for key in set(MUON_KEYS) - set(ADAMW_KEYS):
-                del group[key]  # torch has filled in all defaults
-        check_group(group, label)
-        self._check_params(group, label)
-        if group["algorithm"] == "muon":
-            group["matrix_view"] = normalize_view(group["matrix_view"], label)
-        if self._engine is not None:  # not while the constructor adds its groups
-            self._engine = None
+            for key in set(self.defaults) - set(ADAMW_KEYS):
+                del group[key]  # torch fills in all defaults
+        if self._engine is None:  # the constructor adds its groups one by one
+            return
+        try:
             self._ready()
+        except BaseException:
+            del self.param_groups[number]
+            raise
 
     @override
     @torch.no_grad()
@@ -218,8 +229,10 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine = self._ready()
+        if not all(has_state(entry, self.state) for entry in [*engine.entries, *engine.others]):
+            self._fill_state(engine)
         buffers = [self.state[entry.param]["momentum_buffer"] for entry in engine.entries]
-        engine.executor.run(LocalStep(engine.entries, buffers))
+        engine.executor.run(LocalStep(engine.entries, buffers, engine.others))
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 active = [p for p in group["params"] if p.grad is not None]
@@ -238,88 +251,56 @@ class Muon(Optimizer):
             ValueError: If the groups do not match, or a state has another shape than its
                 parameter.
         """
-        super().load_state_dict(state_dict)
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for saved_id, param in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(saved_id, {}).get("momentum_buffer")
-            dtype = self._momentum_dtype(param)
-            if saved is not None and dtype is not None:
-                # torch casts every state to the dtype of the parameter: take the saved one.
-                device = local_tensor(param).device
-                self.state[param]["momentum_buffer"] = saved.to(dtype=dtype, device=device)
+        fitted: dict[str, Any] = {}
+
+        def fit(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            fitted.update(fit_state_dict(saved, self.param_groups))
+            return fitted
+
+        # As a hook, since it comes after the user's own, and before anything is written.
+        handle = self.register_load_state_dict_pre_hook(fit)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for param, momentum in saved_momenta(fitted, self.param_groups).items():
+            self.state[param]["momentum_buffer"] = momentum
         self._ready()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups cannot be pickled; they are made again when they are needed.
+        # The engine holds process groups, which cannot be pickled; it is built when it is needed.
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_settings": (self._bucket_bytes, self._replica_route)}
+        settings = {key: self.__dict__[key] for key in _SETTINGS}
+        return {**state, **settings}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = state.pop("_settings", None)
         super().__setstate__(state)
-        if settings is not None:
-            self._bucket_bytes, self._replica_route = settings
+        self.defaults.pop(
+            "differentiable", None
+        )  # torch adds it; the constructor has no such thing
         self._engine = None
-        self.__dict__.setdefault("_replicate_mesh", None)
-        self.__dict__.setdefault("_warned_idle", False)
-
-    def _momentum_dtype(self, param: Tensor) -> torch.dtype | None:
-        for group in self.param_groups:
-            if group["algorithm"] == "muon" and any(param is p for p in group["params"]):
-                return group["momentum_dtype"] or param.dtype
-        return None
-
-    def _names(self, group: ParamGroup) -> list[str]:
-        if "param_names" in group:
-            return list(group["param_names"])
-        number = next(i for i, g in enumerate(self.param_groups) if g is group)
-        return [
-            f"parameter {i} of group {number} (shape {tuple(p.shape)})"
-            for i, p in enumerate(group["params"])
-        ]
-
-    def _check_params(self, group: ParamGroup, label: str) -> None:
-        seen: set[Tensor] = set()
-        for name, param in zip(self._names(group), group["params"], strict=True):
-            if param in seen:
-                raise ValueError(f"{label}: {name} appears twice")
-            seen.add(param)
-            if param.layout != torch.strided:
-                raise ValueError(f"{name}: expected a dense tensor, got layout {param.layout}")
-            if not param.is_floating_point():
-                raise ValueError(
-                    f"{name}: expected real floating-point numbers, got {param.dtype}; leave it "
-                    "out of the optimizer"
-                )
-            if group["algorithm"] == "muon" and param.ndim < 2:
-                raise ValueError(
-                    f"{name}: Muon needs at least 2 dimensions, got shape {tuple(param.shape)}; "
-                    "put it into a group with algorithm='adamw', or let muon_param_groups(model) "
-                    "sort the parameters"
-                )
 
     def _ready(self) -> Engine:
-        """The engine for the parameters as they are now; state for each of them."""
-        current = [p for group in self.param_groups for p in group["params"]]
-        engine = self._engine
-        if (
-            engine is not None
-            and len(current) == len(engine.params)
-            and all(p is q for p, q in zip(current, engine.params, strict=True))
-        ):
-            return engine
-        named = [(group, self._names(group)) for group in self.param_groups]
-        self._engine = build_engine(
-            named,
-            bucket_bytes=self._bucket_bytes,
-            replica_route=self._replica_route,
-            replicate_mesh=self._replicate_mesh,
-        )
-        self._make_state(self._engine)
+        """The engine for the parameters and settings as they are now."""
+        if self._engine is None or self._engine.basis != basis_of(self.param_groups):
+            engine = build_engine(
+                self.param_groups,
+                bucket_bytes=self._bucket_bytes,
+                replica_route=self._replica_route,
+                replicate_mesh=self._replicate_mesh,
+            )
+            self._fill_state(engine)
+            self._engine = engine
         return self._engine
+
+    def _fill_state(self, engine: Engine) -> None:
+        """State for each parameter, in its layout; what is there already is kept."""
+        for entry in engine.entries:
+            fill_muon_state(entry, self.state[entry.param], self._replicate_mesh)
+        for entry in engine.others:
+            fill_adamw_state(entry, self.state[entry.param])
 
     def _warn_if_idle(self) -> None:
         if self._warned_idle or any(
@@ -331,35 +312,5 @@ class Muon(Optimizer):
             "step() found no gradient on any parameter of the optimizer. If the model was sharded "
             "or moved after the optimizer was built, the optimizer holds dead tensors: build it "
             "after fully_shard or parallelize_module, and before the first forward",
-            stacklevel=3,
-        )
-
-    def _make_state(self, engine: Engine) -> None:
-        """State for each parameter, in its layout; what is there already is kept."""
-        for entry in engine.entries:
-            state = self.state[entry.param]
-            dtype = entry.group["momentum_dtype"] or entry.param.dtype
-            buffer = state.get("momentum_buffer")
-            if buffer is None:
-                buffer = zeros_like_param(entry.param, dtype)
-            _check_shape(entry.name, "momentum_buffer", buffer, entry.param)
-            if entry.source is not None:
-                buffer = in_layout(buffer, entry.source, self._replicate_mesh, dtype)
-            state["momentum_buffer"] = buffer
-        for group in self.param_groups:
-            if group["algorithm"] == "adamw":
-                for name, param in zip(self._names(group), group["params"], strict=True):
-                    state = self.state[param]
-                    if not state:
-                        state.update(make_state(param, amsgrad=group["amsgrad"]))
-                    for key, value in state.items():
-                        if key != "step":
-                            _check_shape(name, key, value, param)
-
-
-def _check_shape(name: str, key: str, state: Tensor, param: Tensor) -> None:
-    if state.shape != param.shape:
-        raise ValueError(
-            f"{name}: state {key!r} has shape {tuple(state.shape)}, the parameter "
-            f"{tuple(param.shape)}; it was saved for another parameter"
+            stacklevel=5,  # past torch's two wrappers, to who called step()
         )

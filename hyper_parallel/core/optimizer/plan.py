@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from hyper_parallel.core.optimizer.bucket import Bucket, PlannedParam
-from hyper_parallel.core.optimizer.report import plan_table, ranks_text
+from hyper_parallel.core.optimizer.report import plan_table
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,14 @@ class Plan:
                 f"parameter {param.name}: shape {param.layout.shape}, "
                 f"placements {param.layout.placements_text()}, "
                 f"momentum {param.source.placements_text()}, "
-                f"mesh {param.layout.mesh.shape} of ranks {ranks_text(param.layout.mesh.ranks)}, "
+                f"mesh {param.layout.mesh.text}, "
                 f"matrix_view {param.view}, {param.work}"
             )
         for number, bucket in enumerate(shared):
             owners = [(position[m.param], m.matrix.box, m.owner) for m in bucket.matrices]
             yield (
-                f"bucket {number}: {bucket.wire_dtype}, {bucket.gathers}, {bucket.scatters}, "
+                f"bucket {number}: {bucket.route}, {bucket.wire_dtype}, gathers {bucket.gathers}, "
+                f"scatters {bucket.scatters}, "
                 f"{len(owners)} matrices (parameter, box, owner): {owners}"
             )
 

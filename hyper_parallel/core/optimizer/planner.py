@@ -13,6 +13,7 @@ from typing import Final
 
 from hyper_parallel.core.optimizer.bucket import Bucket, PlannedMatrix, PlannedParam
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
+from hyper_parallel.core.optimizer.layout import Coordinate
 from hyper_parallel.core.optimizer.matrix_view import matrices_of
 from hyper_parallel.core.optimizer.plan import Plan
 
@@ -75,8 +76,9 @@ def build_plan(
     Args:
         params: The parameters that this rank takes part in.
         rank: Global rank whose plan it is.
-        bucket_bytes: Most bytes, on the wire, that one rank holds of one bucket. A matrix that is
-            larger than this travels alone.
+        bucket_bytes: Most bytes, on the wire, that one rank owns or receives of one bucket. What is
+            larger than this travels all the same, and a bucket holds at least one matrix of each
+            owner that has any left, so that no rank waits for another inside it.
         replica_route: How updates reach the other replicas: ``"direct"``, ``"staged"`` or
             ``"auto"``, which is staged where more than ``LARGEST_DIRECT_GROUP`` ranks take part.
 
@@ -129,8 +131,7 @@ def assign_owners(items: Sequence[Item], ranks: Ranks) -> list[int]:
         https://doi.org/10.1137/0117039
     """
     loads = dict.fromkeys(ranks, (0, 0))
-    heap = [(0, 0, rank) for rank in ranks]
-    heapq.heapify(heap)
+    heaps: dict[Ranks, list[tuple[int, int, int]]] = {}
     # What can only be owned in one place comes first: the rest is then balanced around it.
     order = sorted(
         range(len(items)),
@@ -139,15 +140,16 @@ def assign_owners(items: Sequence[Item], ranks: Ranks) -> list[int]:
     owners = [-1] * len(items)
     for i in order:
         item = items[i]
-        if item.candidates is None:
-            while heap[0][:2] != loads[heap[0][2]]:  # the load has changed since it was pushed
-                heapq.heappop(heap)
+        choice = item.candidates or ranks
+        if choice not in heaps:
+            heaps[choice] = [(*loads[rank], rank) for rank in choice]
+            heapq.heapify(heaps[choice])
+        heap = heaps[choice]
+        while heap[0][:2] != loads[heap[0][2]]:  # its load has grown since: put it in its place
             owner = heap[0][2]
-        else:
-            owner = min(item.candidates, key=lambda rank: (*loads[rank], rank))
-        flops, nbytes = loads[owner]
+            heapq.heapreplace(heap, (*loads[owner], owner))
+        flops, nbytes, owner = heap[0]
         loads[owner] = (flops + item.cost, nbytes + item.nbytes)
-        heapq.heappush(heap, (*loads[owner], owner))
         owners[i] = owner
     return owners
 
@@ -159,22 +161,28 @@ def _has_choice(item: Item) -> bool:
 def _candidates(index: int, param: PlannedParam, replica_route: str) -> Iterable[_Candidate]:
     layout, source, work = param.layout, param.source, param.work
     itemsize = ITEMSIZE[work.wire_dtype]
+    everyone = source.num_shards == 1
+    ranks_at: dict[Coordinate, Ranks] = {}
     for matrix in matrices_of(layout.shape, param.view, param.name):
         if not matrix.numel:
             continue  # nothing to orthogonalize
-        holders = tuple(source.mesh.rank_at(c) for c in source.holders(matrix.box))
+        places = source.holders(matrix.box)
+        for place in places:
+            if place not in ranks_at and not everyone:
+                replicas = source.replica_coordinates(place)
+                ranks_at[place] = tuple(sorted(map(source.mesh.rank_at, replicas)))
         nbytes = matrix.numel * itemsize
-        alone = len(holders) == 1 and layout.num_replicas == 1
+        alone = len(places) == 1 and layout.num_replicas == 1
         yield _Candidate(
             planned=PlannedMatrix(index, matrix, -1),
             item=Item(
                 cost=work.flops(matrix),
                 nbytes=nbytes,
-                candidates=holders or None,
+                candidates=None if everyone or not places else ranks_at[places[0]],
             ),
             local_nbytes=nbytes // layout.num_shards,
             kind=_kind(param, alone=alone, replica_route=replica_route),
-            gathers=not holders,
+            gathers=not places,
         )
 
 
@@ -191,7 +199,13 @@ def _kind(param: PlannedParam, *, alone: bool, replica_route: str) -> _Kind:
         False,  # noqa: FBT003
         wire_dtype,
         "staged",
-        (layout.mesh.shape, layout.shard_axes, layout.replicate_axes, param.source.shard_axes),
+        (
+            layout.mesh.shape,
+            layout.mesh.ranks,
+            layout.shard_axes,
+            layout.replicate_axes,
+            param.source.shard_axes,
+        ),
     )
 
 
@@ -229,8 +243,8 @@ def _cut(
         by_owner[owned[i].owner].append(i)
     spread = sum(candidates[i].local_nbytes for i in members)
     largest = max(sum(candidates[i].item.nbytes for i in own) for own in by_owner.values())
-    num_buckets = max(1, -(-max(largest, spread) // bucket_bytes))
-    most = max(num_buckets, *(len(own) for own in by_owner.values()))  # one matrix per owner
+    most = max(len(own) for own in by_owner.values())  # one matrix of an owner in each bucket
+    num_buckets = min(most, max(1, -(-max(largest, spread) // bucket_bytes)))
     while True:
         buckets, fits = _deal(by_owner, candidates, num_buckets, bucket_bytes)
         if fits or num_buckets == most:
@@ -245,6 +259,7 @@ def _deal(
     bucket_bytes: int,
 ) -> tuple[list[list[int]], bool]:
     buckets: list[list[int]] = [[] for _ in range(num_buckets)]
+    received = [0] * num_buckets
     fits = True
     for own in by_owner.values():
         sizes = [candidates[i].item.nbytes for i in own]
@@ -255,5 +270,6 @@ def _deal(
         ):
             fits &= not held[part] or held[part] + size <= bucket_bytes
             held[part] += size
+            received[part] += candidates[i].local_nbytes
             buckets[part].append(i)
-    return buckets, fits
+    return buckets, fits and max(received) <= bucket_bytes

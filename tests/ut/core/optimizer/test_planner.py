@@ -240,7 +240,11 @@ def test_build_plan_gives_a_matrix_to_a_rank_that_holds_it_whole(
             assert planned.owner in bucket.ranks
             assert bucket.ranks == tuple(sorted(p.layout.mesh.ranks))
             assert bucket.wire_dtype == p.work.wire_dtype
-            holders = [p.source.mesh.rank_at(c) for c in p.source.holders(planned.matrix.box)]
+            holders = [
+                p.source.mesh.rank_at(replica)
+                for place in p.source.holders(planned.matrix.box)
+                for replica in p.source.replica_coordinates(place)
+            ]
             assert not holders or planned.owner in holders
             travels |= not holders
         assert bucket.gathers == travels
@@ -538,3 +542,44 @@ def test_build_plan_of_ten_thousand_parameters_on_64_ranks_takes_seconds() -> No
     plan = plan_of(params, bucket_bytes=64 << 20)
     assert time.perf_counter() - start < 20
     assert sum(len(bucket.matrices) for bucket in plan.buckets) == 10_000
+
+
+def test_bucket_bytes_bounds_what_replicas_receive() -> None:
+    """Every rank receives every update of replicated parameters, so those count, too."""
+    mesh = MeshLayout(shape=(4,), ranks=(0, 1, 2, 3))
+    params = [param((8, 8), mesh, (R,), name=f"w{i}") for i in range(32)]
+    size = 8 * 8 * 2
+    plan = plan_of(params, bucket_bytes=8 * size)
+    assert len(plan.buckets) == 4
+    for bucket in plan.buckets:
+        assert Counter(m.owner for m in bucket.matrices) == dict.fromkeys(mesh.ranks, 2)
+    assert len(plan_of(params, bucket_bytes=1).buckets) == 8  # one matrix of each owner
+
+
+def test_meshes_that_arrange_ranks_otherwise_share_no_staged_bucket() -> None:
+    meshes = [MeshLayout(shape=(2, 2), ranks=r) for r in ((0, 1, 2, 3), (0, 2, 1, 3))]
+    params = [param((8, 4), mesh, (R, S0)) for mesh in meshes]
+    plan = build_plan(params, rank=0, bucket_bytes=LARGE, replica_route="staged")
+    assert [{m.param for m in bucket.matrices} for bucket in plan.buckets] == [{0}, {1}]
+
+
+def test_digest_tells_routes_and_large_meshes_apart() -> None:
+    ranks = tuple(range(4))
+    sharded = param((8, 4), MeshLayout(shape=(2, 2), ranks=ranks), (R, S0))
+    digests = {
+        build_plan([sharded], rank=0, bucket_bytes=LARGE, replica_route=route).digest(ranks)
+        for route in ("direct", "staged")
+    }
+    assert len(digests) == 2
+    large = tuple(range(128))
+    swapped = (*large[:60], 61, 60, *large[62:])
+    texts = {MeshLayout(shape=(128,), ranks=r).text for r in (large, swapped)}
+    assert len(texts) == 2
+
+
+def test_planning_does_not_grow_as_parameters_times_replicas() -> None:
+    mesh = MeshLayout(shape=(1024,), ranks=tuple(range(1024)))
+    params = [param((64, 64), mesh, (R,), name=f"w{i}") for i in range(2000)]
+    start = time.perf_counter()
+    plan_of(params, bucket_bytes=LARGE)
+    assert time.perf_counter() - start < 20
