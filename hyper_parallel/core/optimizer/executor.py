@@ -14,7 +14,8 @@ with the one that failed. At the end they meet once more and raise the same erro
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -200,19 +201,33 @@ class Executor:
                 for batch in program.batches
             ],
         )
-        kept = [(part, slot) for part, slot in program.keeps if self._steps_on(part, kernel)]
-        sent = [
-            (part, parcel)
-            for part, parcel in zip(program.sends, program.gather_out.parcels, strict=True)
-            if self._steps_on(part, kernel)
-        ]
-        made = kernel.prepare([part for part, _ in kept] + [part for part, _ in sent])
-        _copy([slot.of(flight.batches) for _, slot in kept], made[: len(kept)])
+        packet = self._packet(program, program.gather_out)
+        if self._failure is None:
+            with self._guard():
+                self._prepare(flight, packet, kernel)
         if program.bucket.gathers:
-            packet = self._packet(program, program.gather_out)
-            _copy([parcel.of(packet) for _, parcel in sent], made[len(kept) :])
             flight.gather = self._send(flight, packet, program.gather_out, program.gather_in)
         return flight
+
+    def _prepare(self, flight: _Flight, packet: Tensor, kernel: StepKernel) -> None:
+        program = flight.program
+        sources = [part for part, _ in program.keeps] + list(program.sends)
+        targets = [slot.of(flight.batches) for _, slot in program.keeps]
+        targets += [parcel.of(packet) for parcel in program.gather_out.parcels]
+        active = [
+            (part, target)
+            for part, target in zip(sources, targets, strict=True)
+            if kernel.is_active(part.param)
+        ]
+        _copy([target for _, target in active], kernel.prepare([part for part, _ in active]))
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Between two exchanges nothing may raise on one rank alone: the others would wait."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 -- raised on all ranks once they know
+            self._failure = f"{type(error).__name__}: {error}"
 
     def _gathered(self, flight: _Flight) -> None:
         """Wait for the pieces of the owned matrices and put them in place."""
@@ -233,10 +248,8 @@ class Executor:
         if flight.gather is not None:
             self._gathered(flight)
         if self._failure is None:
-            try:
+            with self._guard():
                 self._orthogonalize(flight, kernel)
-            except Exception as error:  # noqa: BLE001 -- raised on all ranks once they know
-                self._failure = f"{type(error).__name__}: {error}"
         if program.bucket.scatters:
             packet = self._packet(program, program.scatter_out)
             _copy(
@@ -293,9 +306,6 @@ class Executor:
             [(part, update) for part, update in flight.updates if kernel.is_active(part.param)],
         )
         self._written = True
-
-    def _steps_on(self, part: Part, kernel: StepKernel) -> bool:
-        return self._failure is None and kernel.is_active(part.param)
 
     def _packet(self, program: Program, form: PacketFormat) -> Tensor:
         # Zeros, so that a matrix without a gradient travels as nothing at all.

@@ -147,6 +147,21 @@ def test_a_rank_that_raises_in_its_first_computation_changes_nothing(bucket_byte
     assert "rank 1 cannot step: MemoryError: out of memory" in messages[0]
 
 
+def raise_in_prepare() -> str:
+    optimizer, params = build((Shard(0),))
+    optimizer.step()
+    if dist.get_rank() == 0:
+        with mock.patch.object(local_step, "directions", side_effect=MemoryError("no room")):
+            return step_fails(optimizer, params)
+    return step_fails(optimizer, params)
+
+
+def test_a_rank_that_raises_before_it_sends_changes_nothing() -> None:
+    messages = run_ranks(2, raise_in_prepare, timeout_s=30)
+    assert len(set(messages)) == 1
+    assert "rank 0 cannot step: MemoryError: no room" in messages[0]
+
+
 def test_a_rank_that_raises_later_says_that_a_part_is_written() -> None:
     messages = run_ranks(2, raise_in_compute, 60, 2, timeout_s=30)
     assert len(set(messages)) == 1
