@@ -26,13 +26,14 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also runs as a script, anywhere
 
-from examples.options import add_training_arguments, check_options, exit_with, whole_number
+from examples.options import OptionParser, add_training_arguments, check_options, whole_number
+from examples.processes import exit_with, num_cores
 from examples.run_log import read_steps, read_summary
 from examples.text_data import load_text
 
 LABELS = {"adamw": "AdamW", "muon": "Muon"}
 _COLORS = {"adamw": "tab:orange", "muon": "tab:blue"}
-_SMOOTHING = 0.9  # share of the old value in the running mean of the training loss
+_SMOOTHING = 0.8  # share of the old value in the running mean of the training loss
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console()
     try:
         comparison = parse_comparison(argv)
-    except ValueError as error:
+        comparison.run_dir.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         exit_with(error)
     for optimizer, label in LABELS.items():
         console.rule(f"{label} on {comparison.num_processes} processes")
@@ -110,7 +112,7 @@ def parse_comparison(argv: Sequence[str] | None) -> Comparison:
     Raises:
         ValueError: Naming the option, what it was, and the way out.
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = OptionParser(add_help=False, allow_abbrev=False)
     own.add_argument(
         "--nproc",
         type=whole_number(least=1),
@@ -124,7 +126,7 @@ def parse_comparison(argv: Sequence[str] | None) -> Comparison:
         default=Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}",
         help="where all results go (default: %(default)s)",
     )
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         usage="%(prog)s [options]",
         parents=[own],
         allow_abbrev=False,
@@ -147,7 +149,7 @@ def parse_comparison(argv: Sequence[str] | None) -> Comparison:
 
 
 def _default_num_processes(batch: int) -> int:
-    most = torch.cuda.device_count() or min(4, len(os.sched_getaffinity(0)))
+    most = torch.cuda.device_count() or min(4, num_cores())
     return max(n for n in range(1, most + 1) if batch % n == 0)
 
 
@@ -162,6 +164,7 @@ def plot_losses(run_dir: Path) -> None:
     _draw(panels[1], run_dir, over="time")
     panels[0].set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="at equal steps")
     panels[1].set(xlabel="training time (s)", title="at equal time")
+    panels[0].set_ylim(top=_loss_after_start(run_dir))
     panels[0].legend()
     figure.suptitle("Muon and AdamW on the same model, data and batches")
     figure.savefig(run_dir / "loss.png", dpi=150)
@@ -211,6 +214,12 @@ def _draw(panel: Axes, run_dir: Path, *, over: str) -> None:
             label=f"{label}, validation",
         )
     panel.grid(alpha=0.3)
+
+
+def _loss_after_start(run_dir: Path) -> float:
+    """Return the loss after a tenth of the steps: the fall before it would flatten the rest."""
+    runs = [read_steps(run_dir / optimizer / "metrics.jsonl") for optimizer in LABELS]
+    return max(_running_mean(r["loss"] for r in records)[len(records) // 10] for records in runs)
 
 
 def _running_mean(values: Iterable[float]) -> list[float]:

@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also runs as a s
 
 from examples.checkpoint import TrainingState, load_checkpoint, newest_checkpoint, save_checkpoint
 from examples.gpt import GPT, GPTConfig, generate
-from examples.options import Options, exit_with, parse_train_options, write_options
+from examples.options import Options, parse_train_options, write_options
+from examples.processes import exit_with, start_process_group
 from examples.run_log import Record, RunLog
 from examples.text_data import Split, TextData, load_text
 from hyper_parallel import Muon, muon_param_groups
@@ -216,27 +217,6 @@ def is_due(step: int, every: int, options: Options) -> bool:
     return every > 0 and (step % every == 0 or step == options.steps)
 
 
-def start_process_group() -> torch.device:
-    """Join the ranks that ``torchrun`` started, or be the only one.
-
-    Returns:
-        This rank's device: its GPU, else the CPU with this rank's part of the cores.
-    """
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    return device
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     try:
@@ -244,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = load_text(options.data, context=options.context)
         if options.resume:
             newest_checkpoint(options.run_dir)
-    except ValueError as error:
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         exit_with(error)
     device = start_process_group()
     try:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hyper_parallel import Muon
-from hyper_parallel.core.optimizer import executor as executor_module
+from hyper_parallel.core.optimizer import agreement, executor
 from hyper_parallel.core.optimizer.collectives import Transfer, gather_objects, start_all_to_all
 from hyper_parallel.core.optimizer.local_step import LocalStep
 from hyper_parallel.core.optimizer.report import received_bytes
@@ -208,8 +208,8 @@ def _counted_step(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
     plan = optimizer.plan
     with (
         mock.patch.object(LocalStep, "compute", counting_compute),
-        mock.patch.object(executor_module, "start_all_to_all", counting_transfer),
-        mock.patch.object(executor_module, "gather_objects", _agreement_only),
+        mock.patch.object(executor, "start_all_to_all", counting_transfer),
+        mock.patch.object(agreement, "gather_objects", _agreement_only),
         CommDebugMode() as comm,
     ):
         optimizer.step()

@@ -2,7 +2,7 @@
 """What a plan is made of: parameters, matrices with owners, buckets. Frozen records, no torch.
 
 [Note: owner-based exchange]
-Storage layout   each rank holds a region of every tensor (see [Note: regions] in ``layout.py``).
+Storage layout   each rank holds a region of every tensor (see [Note: regions] in ``regions.py``).
 Compute layout   the *owner* of a matrix holds it whole; every other rank holds nothing of it.
 gather           storage to compute: every piece travels once, from a rank that holds it.
 scatter          compute to storage: every holder, replicas included, gets its piece of the update.

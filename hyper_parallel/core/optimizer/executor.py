@@ -13,7 +13,6 @@ Whoever reads such a header does the same, so the news also reaches ranks that s
 with the one that failed. At the end they meet once more and raise the same error.
 """
 
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hyper_parallel.core.optimizer.agreement import (
+    check_same_plan,
+    disagreement,
+    pack_header,
+)
 from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Orthogonalization
 from hyper_parallel.core.optimizer.collectives import (
     ProcessGroups,
@@ -30,17 +34,9 @@ from hyper_parallel.core.optimizer.collectives import (
     gather_objects,
     start_all_to_all,
 )
-from hyper_parallel.core.optimizer.packing import (
-    PacketFormat,
-    Parcel,
-    Part,
-    Program,
-    build_program,
-)
+from hyper_parallel.core.optimizer.packet import PacketFormat, Parcel, Part
 from hyper_parallel.core.optimizer.plan import Plan
-
-_HEADER = struct.Struct("<B7xQ")
-_FINE, _FAILED = 0, 1
+from hyper_parallel.core.optimizer.program import Program, build_program
 
 
 class StepKernel(Protocol):
@@ -131,7 +127,9 @@ class Executor:
                 agree about the plan or about what they step on, or if a peer does not arrive.
         """
         if not self._agreed:
-            self._agree()
+            for ranks in self._domains:
+                check_same_plan(self._plan, ranks, self._groups[ranks])
+            self._agreed = True
         self._failure = kernel.failure()
         self._suspects.clear()
         self._written = False
@@ -144,19 +142,6 @@ class Executor:
         for program in self._alone:
             self._pipeline(self._start(program, kernel), [], kernel)
         self._settle(kernel)
-
-    def _agree(self) -> None:
-        for ranks in self._domains:
-            group = self._groups[ranks]
-            digests = gather_objects(self._plan.digest(ranks), group)
-            if len(set(digests)) > 1:
-                told = gather_objects(list(self._plan.describe(ranks)), group)
-                raise RuntimeError(
-                    "ranks disagree about the optimizer's plan: "
-                    f"{_first_difference(ranks, told)}. Build the optimizer on every rank from "
-                    "the same parameters, in the same order, with the same settings"
-                )
-        self._agreed = True
 
     def _open(self, program: Program, kernel: StepKernel) -> _Flight:
         """Exchange until the headers of every rank of the domain have reached every other."""
@@ -314,9 +299,9 @@ class Executor:
     def _send(
         self, flight: _Flight, packet: Tensor, out: PacketFormat, into: PacketFormat
     ) -> Transfer:
-        status = _FINE if flight.sound and self._failure is None else _FAILED
-        flight.sound = status == _FINE
-        text = _HEADER.pack(status, self._fingerprints[flight.program.bucket.ranks])
+        flight.sound &= self._failure is None
+        fingerprint = self._fingerprints[flight.program.bucket.ranks]
+        text = pack_header(fingerprint, is_well=flight.sound)
         header = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
         raw, itemsize = packet.view(torch.uint8), packet.element_size()
         for offset in out.headers.values():
@@ -341,9 +326,8 @@ class Executor:
             headers = torch.stack(
                 [raw.narrow(0, at * itemsize, HEADER_BYTES) for at in form.headers.values()]
             )
-            fine = (_FINE, self._fingerprints[program.bucket.ranks])
-            for text in headers.cpu().tolist():
-                flight.sound &= _HEADER.unpack(bytes(text)) == fine
+            due = pack_header(self._fingerprints[program.bucket.ranks], is_well=True)
+            flight.sound &= all(bytes(text) == due for text in headers.cpu().tolist())
         return received
 
     def _settle(self, kernel: StepKernel) -> None:
@@ -357,7 +341,7 @@ class Executor:
                 facts = kernel.facts(self._params[ranks])
                 told = gather_objects((message, facts), self._groups[ranks])
                 known = [text for text, _ in told if text]
-                message = known[0] if known else _disagreement(ranks, [f for _, f in told])
+                message = known[0] if known else disagreement(ranks, [f for _, f in told])
         outcome = (
             "Part of the parameters has been updated: go back to the last checkpoint"
             if self._written
@@ -375,31 +359,3 @@ def _arrived(
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def _disagreement(ranks: Ranks, facts: Sequence[Sequence[str]]) -> str:
-    difference = _first_difference(ranks, facts)
-    if not difference:
-        return ""
-    return (
-        f"ranks disagree about this step: {difference}. All ranks that share a parameter must "
-        "step with the same hyperparameters, and either all or none of them with a gradient"
-    )
-
-
-def _first_difference(ranks: Ranks, lines: Sequence[Sequence[str]]) -> str:
-    """Name the first line in which ranks differ and who says what; nothing if they do not."""
-    for number in range(max(map(len, lines))):
-        said: dict[str, list[int]] = {}
-        for rank, own in zip(ranks, lines, strict=True):
-            line = own[number] if number < len(own) else "nothing more"
-            said.setdefault(line, []).append(rank)
-        if len(said) > 1:
-            return " but ".join(f"{_ranks(who)} {line}" for line, who in said.items())
-    return ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    return f"ranks {', '.join(map(str, ranks))} have"

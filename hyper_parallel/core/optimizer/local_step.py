@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hyper_parallel.core.optimizer.bucket import Orthogonalization
 from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
-from hyper_parallel.core.optimizer.packing import Part
+from hyper_parallel.core.optimizer.packet import Part
 from hyper_parallel.core.optimizer.polar import orthogonalize_with_schedule
 from hyper_parallel.core.optimizer.stepped_param import SteppedParam, why_not
 from hyper_parallel.core.optimizer.update_rule import (

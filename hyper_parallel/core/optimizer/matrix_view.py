@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from hyper_parallel.core.optimizer.layout import Box, Span
+from hyper_parallel.core.optimizer.regions import Box, Span
 
 MatrixView = str | tuple[str, int] | tuple[str, tuple[int, ...]] | None
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Bucket, PlannedMatrix, PlannedParam
-from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout, Piece, pieces_of
+from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout
+from hyper_parallel.core.optimizer.regions import Piece, pieces_of
 
 Params = Sequence[PlannedParam]
 Ranks = tuple[int, ...]

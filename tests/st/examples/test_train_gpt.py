@@ -109,6 +109,19 @@ def test_a_mistake_is_one_line_and_code_2(
     assert not dist.is_initialized()
 
 
+def test_the_other_ranks_let_the_first_tell_of_a_mistake(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 ended first, torchrun stopped rank 0, and nobody told what was wrong."""
+    waits: list[float] = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("time.sleep", waits.append)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--data=nowhere"])
+    assert sum(waits) > 1
+    assert not capsys.readouterr().err
+
+
 def test_help_states_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from hyper_parallel.core.optimizer.dtensor_layout import LayoutReader
-from hyper_parallel.core.optimizer.layout import Region
+from hyper_parallel.core.optimizer.regions import Region
 from hyper_parallel.core.optimizer.torch_private import StridedShard
 from tests.pool import Pools, pools
 

@@ -12,12 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from hyper_parallel.core.optimizer.layout import (
-    AxisPlacement,
+from hyper_parallel.core.optimizer.layout import AxisPlacement, Coordinate, MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.regions import (
     Box,
-    Coordinate,
-    MeshLayout,
-    ParamLayout,
     Region,
     chunk_bounds,
     pieces_of,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.core.optimizer.layout import Box
 from hyper_parallel.core.optimizer.matrix_view import MatrixView, matrices_of, normalize_view
+from hyper_parallel.core.optimizer.regions import Box
 
 
 def boxes(shape: tuple[int, ...], view: MatrixView) -> list[Box]:

@@ -17,9 +17,10 @@ from hyper_parallel.core.optimizer.bucket import (
     Orthogonalization,
     PlannedParam,
 )
-from hyper_parallel.core.optimizer.layout import AxisPlacement, Box, MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
 from hyper_parallel.core.optimizer.matrix_view import MatrixView
 from hyper_parallel.core.optimizer.planner import build_plan
+from hyper_parallel.core.optimizer.regions import Box
 from hyper_parallel.core.optimizer.routes import (
     Cargo,
     Exchange,

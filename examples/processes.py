@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the processes of a training run start, and how they end on a mistake."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+_HEAD_START_S = 5  # far more than the local ranks start apart
+
+
+def start_process_group() -> torch.device:
+    """Join the ranks that ``torchrun`` started, or be the only one.
+
+    Returns:
+        This rank's device: its GPU, else the CPU with this rank's part of the cores.
+    """
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend, device_id = "nccl", device
+    else:
+        device = torch.device("cpu")
+        num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, num_cores() // num_local_ranks))
+        backend, device_id = "gloo", None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1, device_id=device_id
+        )
+    return device
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use.
+
+    Returns:
+        At least 1.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def exit_with(error: Exception) -> NoReturn:
+    """End this process with code 2 and one line about the caller's mistake.
+
+    All ranks find the same mistake. The first of each machine tells it; the others wait, because
+    ``torchrun`` stops all of them as soon as one has ended.
+
+    Args:
+        error: Its text is the line.
+
+    Raises:
+        SystemExit: Always.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_HEAD_START_S)
+    else:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
