@@ -11,14 +11,18 @@ from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
 
 
 def adamw_step(
-    params: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: Mapping[str, Any]
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    group: Mapping[str, Any],
 ) -> None:
-    """One AdamW step on the parameters of a group that have a gradient.
+    """One AdamW step on parameters of one group.
 
     The update is element-wise, so every rank steps on its own part and nothing is communicated.
 
     Args:
-        params: Parameters with a gradient.
+        params: Parameters, plain or DTensors; modified.
+        grads: Their *local* gradients.
         states: Their states; modified.
         group: Hyperparameters.
     """
@@ -28,7 +32,7 @@ def adamw_step(
     beta1, beta2 = group["betas"]
     adamw(
         [local_tensor(p) for p in params],
-        [local_tensor(p.grad) for p in params if p.grad is not None],
+        list(grads),
         [local_tensor(state["exp_avg"]) for state in states],
         [local_tensor(state["exp_avg_sq"]) for state in states],
         [local_tensor(state["max_exp_avg_sq"]) for state in states] if amsgrad else [],

@@ -38,7 +38,16 @@ def check_same_plan(plan: Plan, ranks: Ranks, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: On all ranks, if the plans differ; it names the first difference.
     """
-    if len(set(gather_objects(plan.digest(ranks), group))) > 1:
+    try:
+        digests = gather_objects(plan.digest(ranks), group)
+    except RuntimeError as error:
+        first = next(plan.describe(ranks))
+        raise RuntimeError(
+            f"ranks {list(ranks)} could not compare their plans before the first step: a rank "
+            f"failed, or has no parameter on this mesh and did not come. Here it starts with "
+            f"{first}. {error}"
+        ) from error
+    if len(set(digests)) > 1:
         told = gather_objects(list(plan.describe(ranks)), group)
         raise RuntimeError(
             f"ranks disagree about the optimizer's plan: {_first_difference(ranks, told)}. Build "

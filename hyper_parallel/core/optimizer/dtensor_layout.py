@@ -59,6 +59,27 @@ class LayoutReader:
         axes = tuple(_axis_placement(p, tensor, name) for p in tensor.placements)
         return ParamLayout(shape=shape, mesh=mesh, axes=axes)
 
+    def ranks_of(self, tensor: Tensor, name: str) -> tuple[int, ...]:
+        """Global ranks that hold a parameter together, whatever its number of dims.
+
+        Args:
+            tensor: DTensor or plain tensor.
+            name: What to call it in an error.
+
+        Returns:
+            The ranks, ascending.
+
+        Raises:
+            ValueError: As :meth:`read`, but for the number of dims.
+        """
+        if isinstance(tensor, DTensor):
+            for placement in tensor.placements:
+                _axis_placement(placement, tensor, name)
+            return tuple(sorted(self.mesh_layout(tensor.device_mesh, name).ranks))
+        if self._replicate_mesh is not None:
+            return tuple(sorted(self.mesh_layout(self._replicate_mesh, name).ranks))
+        return (self._rank,)
+
     def mesh_layout(self, mesh: DeviceMesh, name: str) -> MeshLayout:
         """A mesh as numbers, checked.
 
@@ -78,13 +99,15 @@ class LayoutReader:
         ranks: list[int] = mesh.mesh.flatten().tolist()
         if self._rank not in ranks:
             raise ValueError(
-                f"{name}: its mesh {mesh} does not contain this rank ({self._rank}). Give each "
-                "rank's optimizer only the parameters that live on the rank"
+                f"{name}: its mesh of shape {tuple(mesh.shape)} over ranks {ranks} does not "
+                f"contain this rank ({self._rank}). Give each rank's optimizer only the parameters "
+                "that live on the rank"
             )
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1 and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
                 raise ValueError(
-                    f"{name}: the ranks of its mesh {mesh} do not ascend along mesh axis {axis}, "
+                    f"{name}: the ranks {mesh.mesh.tolist()} of its mesh do not ascend along axis "
+                    f"{axis}, "
                     "where torch's own placement of shards contradicts itself. Build the mesh "
                     "with ascending ranks"
                 )
@@ -100,6 +123,43 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: plain, detached, sharing storage."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
+
+
+def local_gradient(param: Tensor) -> Tensor | None:
+    """This rank's part of a parameter's gradient, cut like the parameter.
+
+    Tensor parallelism may leave a whole gradient on a sharded parameter (torch's row-wise
+    embedding does). Cutting it needs no message; anything else would, and is refused.
+
+    Args:
+        param: The parameter.
+
+    Returns:
+        Plain tensor of the parameter's local shape; None without a gradient.
+
+    Raises:
+        ValueError: If the gradient is not laid out like the parameter, and not replicated either
+            where it differs.
+    """
+    gradient = param.grad
+    if gradient is None or same_layout(param, gradient):
+        return None if gradient is None else local_tensor(gradient)
+    if (
+        isinstance(param, DTensor)
+        and isinstance(gradient, DTensor)
+        and param.shape == gradient.shape
+        and param.device_mesh == gradient.device_mesh
+        and all(
+            have == due or (isinstance(have, Replicate) and isinstance(due, Shard))
+            for have, due in zip(gradient.placements, param.placements, strict=True)
+        )
+    ):
+        return local_tensor(gradient.redistribute(placements=param.placements))
+    raise ValueError(
+        f"its gradient is laid out as {placements_text(gradient)} with shape "
+        f"{tuple(gradient.shape)}, the parameter as {placements_text(param)} with shape "
+        f"{tuple(param.shape)}; reduce and redistribute the gradient like the parameter"
+    )
 
 
 def zeros_like_param(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -175,4 +235,4 @@ def _axis_placement(placement: Placement, tensor: DTensor, name: str) -> AxisPla
         if isinstance(placement, Partial)
         else "use Shard, Replicate or FSDP's placements"
     )
-    raise ValueError(f"{name}: Muon cannot step on placement {placement}; {cure}")
+    raise ValueError(f"{name}: expected Shard or Replicate, got placement {placement}; {cure}")

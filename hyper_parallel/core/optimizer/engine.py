@@ -2,11 +2,10 @@
 """From parameter groups to a plan and the executor that runs it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.optimizer.bucket import PlannedParam
@@ -106,38 +105,82 @@ def build_engine(
     for number, group in enumerate(groups):
         for name, param in zip(param_names(group, number), group["params"], strict=True):
             local_shape = tuple(local_tensor(param).shape)
+            ranks = reader.ranks_of(param, name)
             if group["algorithm"] == "adamw":
-                others.append(SteppedParam(name, param, group, local_shape, param.dtype))
+                others.append(SteppedParam(name, param, group, local_shape, param.dtype, ranks))
                 continue
             layout = reader.read(param, name)
             _check_local_shape(name, local_shape, layout, rank)
-            plan_of = _planned_param(name, param, layout, group=group, rank=rank)
+            plan_of = _planned_param(name, layout, group)
             finer = None if plan_of.source is plan_of.layout else plan_of.source
             planned.append(plan_of)
-            entries.append(SteppedParam(name, param, group, local_shape, param.dtype, finer))
+            entries.append(SteppedParam(name, param, group, local_shape, param.dtype, ranks, finer))
+    planned = _unshared(planned, entries, rank)
     plan = build_plan(planned, rank=rank, bucket_bytes=bucket_bytes, replica_route=replica_route)
     process_groups = ProcessGroups(meshes_of([entry.param for entry in entries]))
-    executor = Executor(plan, process_groups, _device_of(entries))
+    # Replicas that share no work exchange nothing for it, but must step alike all the same.
+    shared: dict[tuple[int, ...], list[int]] = {}
+    for i, entry in enumerate([*entries, *others]):
+        shared.setdefault(entry.ranks, []).append(i)
+        if i < len(planned) and tuple(sorted(planned[i].layout.mesh.ranks)) != entry.ranks:
+            shared.setdefault(tuple(sorted(planned[i].layout.mesh.ranks)), []).append(i)
+    executor = Executor(plan, process_groups, _device_of(entries), shared)
     return Engine(basis_of(groups), tuple(entries), tuple(others), plan, executor)
 
 
-def _planned_param(
-    name: str, param: Tensor, layout: ParamLayout, *, group: Mapping[str, Any], rank: int
-) -> PlannedParam:
+def _planned_param(name: str, layout: ParamLayout, group: Mapping[str, Any]) -> PlannedParam:
+    """A parameter whose replicas share its work; :func:`_unshared` has the last word."""
     work = orthogonalization_of(group, name)
     view = normalize_view(group["matrix_view"], name)
-    share = group["share_replicas"]
-    if share == "auto":
-        matrices = matrices_of(layout.shape, view, name)
-        flops = sum(work.flops(matrix) for matrix in matrices)
-        nbytes = param.numel() * ITEMSIZE[work.wire_dtype]
-        hardware = CPU if param.device.type == "cpu" else ACCELERATOR
-        share = sharing_pays(flops, nbytes, layout.num_shards, hardware)
-    if group["shard_momentum"] and layout.num_replicas > 1:
-        source = layout.cut_over_replicas()
-    else:
-        source = layout = layout if share else layout.without_replicas(rank)
+    split = group["shard_momentum"] and layout.num_replicas > 1
+    source = layout.cut_over_replicas() if split else layout
     return PlannedParam(name=name, layout=layout, source=source, view=view, work=work)
+
+
+def _unshared(
+    planned: Sequence[PlannedParam], entries: Sequence[SteppedParam], rank: int
+) -> list[PlannedParam]:
+    """Leave the replicas to themselves where the group says so, or where sharing does not pay.
+
+    With ``"auto"`` one small parameter on a mesh alone is shared all the same: what replicas
+    exchange also tells them that they step alike.
+
+    Args:
+        planned: Parameters as if all were shared.
+        entries: The same parameters, as the optimizer knows them.
+        rank: Global rank of this process.
+
+    Returns:
+        The parameters, the unshared ones with the layout of this rank's own copy.
+    """
+    pays = [_sharing_pays(p, e) for p, e in zip(planned, entries, strict=True)]
+    exchanging = {
+        tuple(sorted(p.layout.mesh.ranks))
+        for p, is_shared in zip(planned, pays, strict=True)
+        if is_shared and (p.layout.num_replicas > 1 or p.layout.num_shards > 1)
+    }
+    decided: list[PlannedParam] = []
+    for param, entry, is_shared in zip(planned, entries, pays, strict=True):
+        alone = tuple(sorted(param.layout.mesh.ranks)) not in exchanging
+        if is_shared or (alone and entry.group["share_replicas"] == "auto"):
+            decided.append(param)
+        else:
+            own = param.layout.without_replicas(rank)
+            decided.append(replace(param, layout=own, source=own))
+    return decided
+
+
+def _sharing_pays(param: PlannedParam, entry: SteppedParam) -> bool:
+    share = entry.group["share_replicas"]
+    if share != "auto":
+        return bool(share)
+    if entry.group["shard_momentum"]:
+        return True
+    matrices = matrices_of(param.layout.shape, param.view, param.name)
+    flops = sum(param.work.flops(matrix) for matrix in matrices)
+    nbytes = entry.param.numel() * ITEMSIZE[param.work.wire_dtype]
+    hardware = CPU if entry.param.device.type == "cpu" else ACCELERATOR
+    return sharing_pays(flops, nbytes, param.layout.num_shards, hardware)
 
 
 def _check_local_shape(

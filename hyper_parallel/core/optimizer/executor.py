@@ -13,7 +13,7 @@ Whoever reads such a header does the same, so the news also reaches ranks that s
 with the one that failed. At the end they meet once more and raise the same error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,9 +91,17 @@ class Executor:
         plan: The plan.
         groups: Source of process groups.
         device: Device of the local tensors.
+        shared: For each set of ranks, the kernel's parameters that must be stepped on alike by all
+            of them, whether they travel or not.
     """
 
-    def __init__(self, plan: Plan, groups: ProcessGroups, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        groups: ProcessGroups,
+        device: torch.device,
+        shared: Mapping[Ranks, Sequence[int]],
+    ) -> None:
         self._plan = plan
         self._device = device
         programs = [build_program(plan, number) for number in range(len(plan.buckets))]
@@ -104,12 +112,9 @@ class Executor:
                 self._domains[program.bucket.ranks].append(program)
         needed = [ranks for program in programs for ranks in program.groups()]
         self._groups = {
-            ranks: groups.group(ranks) for ranks in dict.fromkeys([*plan.domains, *needed])
+            ranks: groups.group(ranks) for ranks in dict.fromkeys([*plan.rank_sets, *needed])
         }
-        self._params = {
-            ranks: sorted({m.param for b in plan.buckets if b.ranks == ranks for m in b.matrices})
-            for ranks in plan.domains
-        }
+        self._params = {ranks: shared[ranks] for ranks in plan.domains}
         self._agreed = False
         self._failure: str | None = None  # why this rank cannot go on
         self._suspects: set[Ranks] = set()  # domains in which some rank cannot
@@ -127,7 +132,7 @@ class Executor:
                 agree about the plan or about what they step on, or if a peer does not arrive.
         """
         if not self._agreed:
-            for ranks in self._domains:
+            for ranks in self._plan.rank_sets:
                 check_same_plan(self._plan, ranks, self._groups[ranks])
             self._agreed = True
         self._failure = kernel.failure()

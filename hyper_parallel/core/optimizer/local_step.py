@@ -12,7 +12,7 @@ from hyper_parallel.core.optimizer.bucket import Orthogonalization
 from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
 from hyper_parallel.core.optimizer.packet import Part
 from hyper_parallel.core.optimizer.polar import orthogonalize_with_schedule
-from hyper_parallel.core.optimizer.stepped_param import SteppedParam, why_not
+from hyper_parallel.core.optimizer.stepped_param import SteppedParam, gradient_of
 from hyper_parallel.core.optimizer.update_rule import (
     commit_momentum,
     commit_update,
@@ -20,7 +20,10 @@ from hyper_parallel.core.optimizer.update_rule import (
     lr_ratio,
 )
 
-_AGREED_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn", "momentum_dtype")
+_AGREED_KEYS = {
+    "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn", "momentum_dtype"),
+    "adamw": ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize"),
+}
 
 
 class LocalStep:
@@ -40,12 +43,22 @@ class LocalStep:
         others: Sequence[SteppedParam] = (),
     ) -> None:
         self._params = params
-        self._failure = next(filter(None, map(why_not, [*params, *others])), None)
+        self._all = [*params, *others]
+        self._failure: str | None = None
+        self._grads = [self._gradient_of(entry) for entry in self._all]
         self._weights = [local_tensor(entry.param) for entry in params]
         self._buffers = [local_tensor(buffer) for buffer in buffers]
-        self._grads = [
-            None if entry.param.grad is None else local_tensor(entry.param.grad) for entry in params
-        ]
+
+    def _gradient_of(self, entry: SteppedParam) -> Tensor | None:
+        try:
+            return gradient_of(entry)
+        except ValueError as error:  # told once all ranks can hear it
+            self._failure = self._failure or str(error)
+            return None
+
+    def other_gradients(self) -> list[Tensor | None]:
+        """Local gradients of the others."""
+        return self._grads[len(self._params) :]
 
     def failure(self) -> str | None:
         """Why this rank cannot step; None if it can."""
@@ -56,20 +69,27 @@ class LocalStep:
         return self._grads[param] is not None
 
     def facts(self, params: Sequence[int]) -> list[str]:
-        """What must be equal on all ranks that share these parameters, one fact a line."""
+        """What must be equal on all ranks that share these parameters, one fact a line.
+
+        Args:
+            params: Positions, those of the others after Muon's own.
+
+        Returns:
+            One line per parameter.
+        """
         lines = []
-        for i in params:
-            entry = self._params[i]
-            gradient = "a gradient" if self.is_active(i) else "no gradient"
+        for entry in (self._all[i] for i in params):
+            gradient = "no gradient" if entry.param.grad is None else "a gradient"
             settings = ", ".join(f"{key}={value}" for key, value in _agreed(entry.group))
             lines.append(f"{gradient} for {entry.name} (with {settings})")
         return lines
 
     def fingerprint(self, params: Sequence[int]) -> int:
         """64-bit hash of :meth:`facts`, without writing them out for every parameter."""
-        groups = {id(self._params[i].group): self._params[i].group for i in params}
+        entries = [self._all[i] for i in params]
+        groups = {id(entry.group): entry.group for entry in entries}
         settings = [tuple(_agreed(group)) for group in groups.values()]
-        text = repr(settings).encode() + bytes(self.is_active(i) for i in params)
+        text = repr(settings).encode() + bytes(e.param.grad is None for e in entries)
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def prepare(self, parts: Sequence[Part]) -> list[Tensor]:
@@ -128,7 +148,7 @@ class LocalStep:
 
 
 def _agreed(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for key in _AGREED_KEYS:
+    for key in _AGREED_KEYS[group["algorithm"]]:
         value = _number(group[key])
         yield key, "a tensor" if isinstance(value, Tensor) else value
 

@@ -3,6 +3,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, Final, cast
 
 import torch
@@ -77,9 +78,12 @@ class Muon(Optimizer):
             :func:`~hyper_parallel.core.optimizer.update_rule.lr_ratio`.
         ns_method: Form of the iteration; see :func:`~hyper_parallel.orthogonalize`.
         ns_dtype: Dtype of the iteration and of what travels.
-        momentum_dtype: Dtype of ``momentum_buffer``; the parameter's if None.
+        momentum_dtype: Dtype of ``momentum_buffer``; the parameter's if None. Weights are stepped
+            on in float32 and rounded once, but bfloat16 weights still lose updates smaller than
+            their spacing: keep float32 weights (FSDP2's mixed precision does) for small steps.
         share_replicas: Whether replicas of a parameter (HSDP, DDP) split its work between them:
-            True, False (no message crosses the replicate axes) or ``"auto"``, by cost.
+            True, False or ``"auto"``, by cost. With False no message crosses the replicate axes, so
+            nobody notices either if a gradient is missing on one of the replicas.
         shard_momentum: Whether replicas split the momentum between them.
         matrix_view: What the matrices of a parameter are: None (the last two dims, every leading
             dim is a batch), ``"flatten"``, ``("split", (rows, ...))`` or ``("heads", num_heads)``.
@@ -232,11 +236,14 @@ class Muon(Optimizer):
         if not all(has_state(entry, self.state) for entry in [*engine.entries, *engine.others]):
             self._fill_state(engine)
         buffers = [self.state[entry.param]["momentum_buffer"] for entry in engine.entries]
-        engine.executor.run(LocalStep(engine.entries, buffers, engine.others))
-        for group in self.param_groups:
-            if group["algorithm"] == "adamw":
-                active = [p for p in group["params"] if p.grad is not None]
-                adamw_step(active, [self.state[p] for p in active], group)
+        local_step = LocalStep(engine.entries, buffers, engine.others)
+        engine.executor.run(local_step)
+        others = zip(engine.others, local_step.other_gradients(), strict=True)
+        active = [(entry, grad) for entry, grad in others if grad is not None]
+        for _, run in groupby(active, key=lambda pair: id(pair[0].group)):
+            entries, grads = zip(*run, strict=True)
+            states = [self.state[entry.param] for entry in entries]
+            adamw_step([e.param for e in entries], grads, states, entries[0].group)
         self._warn_if_idle()
         return loss
 
@@ -291,6 +298,9 @@ class Muon(Optimizer):
                 replica_route=self._replica_route,
                 replicate_mesh=self._replicate_mesh,
             )
+            kept = {entry.param for entry in [*engine.entries, *engine.others]}
+            for param in [key for key in self.state if key not in kept]:
+                del self.state[param]  # exchanged for another, and no state dict can name it
             self._fill_state(engine)
             self._engine = engine
         return self._engine

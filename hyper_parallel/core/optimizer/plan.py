@@ -38,6 +38,16 @@ class Plan:
         """Sets of ranks that exchange packets, in the order in which they do."""
         return tuple(dict.fromkeys(b.ranks for b in self.buckets if b.num_collectives))
 
+    @cached_property
+    def rank_sets(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of more than one rank that hold a parameter together, in the order of domains.
+
+        They include those that exchange nothing: what a rank believes to be nothing may be
+        something to another.
+        """
+        sets = {tuple(sorted(param.layout.mesh.ranks)) for param in self.params}
+        return tuple(sorted((s for s in sets if len(s) > 1), key=lambda s: (-len(s), s)))
+
     @property
     def num_collectives(self) -> int:
         """Collectives that this rank takes part in during one step."""
@@ -56,7 +66,11 @@ class Plan:
             The parameters, then the buckets.
         """
         shared = [bucket for bucket in self.buckets if bucket.ranks == ranks]
-        used = sorted({planned.param for bucket in shared for planned in bucket.matrices})
+        used = [
+            index
+            for index, param in enumerate(self.params)
+            if tuple(sorted(param.layout.mesh.ranks)) == ranks
+        ]
         position = {index: i for i, index in enumerate(used)}
         for index in used:
             param = self.params[index]

@@ -94,6 +94,10 @@ def received_bytes(params: Sequence[PlannedParam], bucket: Bucket, rank: int) ->
     )
 
 
+def _placements_text(param: PlannedParam) -> str:
+    return param.layout.placements_text() if len(param.layout.mesh.ranks) > 1 else "whole"
+
+
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
@@ -106,9 +110,7 @@ def _layout_rows(
     for index, param in enumerate(params):
         work = f"{param.work.method}, {len(param.work.coefficients)} steps, {param.work.dtype}"
         mesh = "x".join(map(str, param.layout.mesh.shape))
-        counts = rows.setdefault(
-            (param.layout.placements_text() or "whole", mesh or "1", work), [0, 0]
-        )
+        counts = rows.setdefault((_placements_text(param), mesh or "1", work), [0, 0])
         counts[0] += 1
         counts[1] += matrices[index]
     return [

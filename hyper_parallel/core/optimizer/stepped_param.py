@@ -8,11 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hyper_parallel.core.optimizer.dtensor_layout import (
-    local_tensor,
-    placements_text,
-    same_layout,
-)
+from hyper_parallel.core.optimizer.dtensor_layout import local_gradient, local_tensor
 from hyper_parallel.core.optimizer.layout import ParamLayout
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -28,6 +24,7 @@ class SteppedParam:
         group: Its parameter group; read at every step, so schedulers are heard.
         local_shape: Shape of its local tensor.
         dtype: Its dtype.
+        ranks: Global ranks of its mesh, ascending; all of them must step on it alike.
         source: Layout of its momentum, if that is cut finer than the parameter.
     """
 
@@ -36,6 +33,7 @@ class SteppedParam:
     group: Mapping[str, Any]
     local_shape: tuple[int, ...]
     dtype: torch.dtype
+    ranks: tuple[int, ...]
     source: ParamLayout | None = None
 
 
@@ -109,19 +107,22 @@ def check_new_params(group: Mapping[str, Any], number: int, taken: Mapping[Tenso
             )
 
 
-def why_not(entry: SteppedParam) -> str | None:
-    """What is wrong with a parameter or its gradient in this step.
+def gradient_of(entry: SteppedParam) -> Tensor | None:
+    """This rank's part of the gradient, after a look at parameter and gradient.
 
     Args:
         entry: The parameter.
 
     Returns:
-        What was expected, what was found and what to do; None if nothing is wrong.
+        Plain tensor of the parameter's local shape; None without a gradient.
+
+    Raises:
+        ValueError: If it cannot be stepped on: what was expected, what was found, what to do.
     """
     name, param, gradient = entry.name, entry.param, entry.param.grad
     local_shape = tuple(local_tensor(param).shape)
     if local_shape != entry.local_shape or param.dtype != entry.dtype:
-        return (
+        raise ValueError(
             f"{name}: its local tensor was {entry.dtype} of shape {entry.local_shape} when the "
             f"optimizer was built and is {param.dtype} of shape {local_shape} now; build the "
             "optimizer after the model is cast and sharded"
@@ -129,13 +130,14 @@ def why_not(entry: SteppedParam) -> str | None:
     if gradient is None:
         return None
     if gradient.layout != torch.strided:
-        return f"{name}: expected a dense gradient, got layout {gradient.layout}; make it dense"
-    if gradient.dtype not in _DTYPES:
-        return f"{name}: expected a gradient of real numbers of 16 to 64 bits, got {gradient.dtype}"
-    if not same_layout(param, gradient):
-        return (
-            f"{name}: its gradient is laid out as {placements_text(gradient)} with shape "
-            f"{tuple(gradient.shape)}, the parameter as {placements_text(param)} with shape "
-            f"{tuple(param.shape)}; reduce and redistribute the gradient like the parameter"
+        raise ValueError(
+            f"{name}: expected a dense gradient, got layout {gradient.layout}; make it dense"
         )
-    return None
+    if gradient.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name}: expected a gradient of real numbers of 16 to 64 bits, got {gradient.dtype}"
+        )
+    try:
+        return local_gradient(param)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

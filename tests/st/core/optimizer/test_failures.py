@@ -1064,7 +1064,7 @@ def test_a_rank_outside_of_a_parameters_mesh_is_told_at_construction(ranks: Pool
         if rank % 2 == 0:
             assert message == "moved True"
             continue
-        for words in ("layer.weight", f"this rank ({rank})", "DeviceMesh((2,)", "Give each rank"):
+        for words in ("layer.weight", f"this rank ({rank})", "over ranks [0, 2]", "Give each rank"):
             assert words in message
 
 

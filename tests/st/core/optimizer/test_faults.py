@@ -102,9 +102,14 @@ def wrong_gradient(kind: str) -> str:
                 torch.ones(4, 7), p.device_mesh, [Partial()], run_check=False
             )
         elif kind == "layout":
-            whole = torch.ones(4, 7)
+            other = torch.ones(4, 7 // 2 + 1 - dist.get_rank())
             params[1].grad = DTensor.from_local(
-                whole, p.device_mesh, [Replicate()], run_check=False
+                other,
+                p.device_mesh,
+                [Shard(1)],
+                run_check=False,
+                shape=torch.Size((4, 7)),
+                stride=(7, 1),
             )
     return step_fails(optimizer, params)
 
