@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+_HALF: Final = (torch.bfloat16, torch.float16)
 ADJUST_LR_FNS: Final = ("original", "match_rms_adamw", "spectral")
 
 
@@ -101,16 +102,22 @@ def commit_update(
         decay: ``1 - lr * weight_decay``, with the unadjusted learning rate.
         steps: Adjusted learning rate of each piece.
     """
-    for param, update, step in zip(params, updates, steps, strict=True):
-        half = param.dtype in (torch.bfloat16, torch.float16)
-        wide = param.float() if half else param
-        wide.mul_(decay)
+    wide = [p.float() if p.dtype in _HALF else p for p in params]
+    if wide:
+        torch._foreach_mul_(wide, decay.reshape(()) if isinstance(decay, Tensor) else decay)
+    together: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    for param, update, step in zip(wide, updates, steps, strict=True):
         if isinstance(step, Tensor):
-            wide.sub_(update.to(wide.dtype) * step.to(wide.dtype))
+            param.sub_(update.to(param.dtype) * step.to(param.dtype))
         else:
-            wide.add_(update, alpha=-step)
-        if half:
-            param.copy_(wide)
+            same_params, same_updates = together.setdefault(step, ([], []))
+            same_params.append(param)
+            same_updates.append(update)
+    for step, (same_params, same_updates) in together.items():
+        torch._foreach_add_(same_params, same_updates, alpha=-step)
+    for param, stepped in zip(params, wide, strict=True):
+        if stepped is not param:
+            param.copy_(stepped)
 
 
 def _promoted(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
