@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from typing_extensions import override
 
 from hyper_parallel import Muon, muon_param_groups
 from hyper_parallel.core.optimizer.torch_private import StridedShard
@@ -99,9 +100,10 @@ class Model(nn.Module):
         self.back = nn.Linear(9, 6)
         self.head = nn.Linear(6, 11)
 
+    @override
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.table(tokens)
-        return self.head(self.back(torch.tanh(self.hidden(x))))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.back(torch.tanh(self.hidden(self.table(tokens)))))
+        return logits
 
 
 def sharded_model() -> tuple[Model, Muon]:
