@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 from hyper_parallel.core.optimizer.regions import Box, Region, positions_with, spans_after_cuts
@@ -125,20 +125,11 @@ class ParamLayout:
 
     def region(self, coordinate: Coordinate) -> Region:
         """What the rank at ``coordinate`` holds; see [Note: regions]."""
-        cuts: list[list[tuple[int, int, int]]] = [[] for _ in self.shape]
-        for axis, size, index in zip(self.axes, self.mesh.shape, coordinate, strict=True):
-            if axis.dim is not None:
-                cuts[axis.dim].append((size, index, axis.split_factor))
-        return tuple(
-            spans_after_cuts(length, tuple(dim_cuts))
-            for length, dim_cuts in zip(self.shape, cuts, strict=True)
-        )
+        return _region(self.shape, self.axes, self.mesh.shape, coordinate)
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
         """Shape of the local tensor at ``coordinate``."""
-        return tuple(
-            sum(stop - start for start, stop in spans) for spans in self.region(coordinate)
-        )
+        return _local_shape(self.shape, self.axes, self.mesh.shape, coordinate)
 
     def replica_of(self, coordinate: Coordinate, like: Coordinate) -> bool:
         """Whether two positions belong to the same copy of the tensor."""
@@ -214,6 +205,35 @@ class ParamLayout:
             mesh=MeshLayout(shape=tuple(self.mesh.shape[i] for i in keep), ranks=kept_ranks),
             axes=tuple(self.axes[i] for i in keep),
         )
+
+
+# Parameters of a model have few shapes and layouts, but are many.
+@lru_cache(maxsize=1 << 16)
+def _region(
+    shape: tuple[int, ...],
+    axes: tuple[AxisPlacement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: Coordinate,
+) -> Region:
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    for axis, size, index in zip(axes, mesh_shape, coordinate, strict=True):
+        if axis.dim is not None:
+            cuts[axis.dim].append((size, index, axis.split_factor))
+    return tuple(
+        spans_after_cuts(length, tuple(dim_cuts))
+        for length, dim_cuts in zip(shape, cuts, strict=True)
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def _local_shape(
+    shape: tuple[int, ...],
+    axes: tuple[AxisPlacement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: Coordinate,
+) -> tuple[int, ...]:
+    region = _region(shape, axes, mesh_shape, coordinate)
+    return tuple(sum(stop - start for start, stop in spans) for spans in region)
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> Coordinate:

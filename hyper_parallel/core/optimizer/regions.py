@@ -113,7 +113,8 @@ class Piece:
         return math.prod(stop - start for start, stop in self.local)
 
 
-def pieces_of(region: Region, box: Box, fine: Region | None = None) -> list[Piece]:
+@lru_cache(maxsize=1 << 16)
+def pieces_of(region: Region, box: Box, fine: Region | None = None) -> tuple[Piece, ...]:
     """Cut a rank's region with a box of the global tensor.
 
     Args:
@@ -140,11 +141,11 @@ def pieces_of(region: Region, box: Box, fine: Region | None = None) -> list[Piec
                         )
                     )
         if not found:
-            return []
+            return ()
         per_dim.append(found)
-    return [
+    return tuple(
         Piece(*(tuple(spans) for spans in zip(*combo, strict=True))) for combo in product(*per_dim)
-    ]
+    )
 
 
 def _with_offsets(spans: tuple[Span, ...]) -> Iterator[tuple[int, int, int]]:

@@ -224,7 +224,7 @@ def _held(
 
 def _holders(
     params: Params, planned: PlannedMatrix, *, with_replicas: bool
-) -> Iterator[tuple[int, list[Piece]]]:
+) -> Iterator[tuple[int, tuple[Piece, ...]]]:
     layout = params[planned.param].layout
     owner_at = layout.mesh.coordinate(planned.owner)
     for shard_at in layout.copy_coordinates(owner_at):
