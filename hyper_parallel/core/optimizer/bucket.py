@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hyper_parallel.core.optimizer.cost_model import ITEMSIZE, newton_schulz_flops
+from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
+from hyper_parallel.core.optimizer.forms import Form, choose_form, form_flops
 from hyper_parallel.core.optimizer.layout import ParamLayout
 from hyper_parallel.core.optimizer.matrix_view import MatrixBox, MatrixView
 
@@ -30,15 +31,17 @@ class Orthogonalization:
 
     Attributes:
         coefficients: ``(a, b, c)`` of each Newton-Schulz step.
-        method: Name of the form, or ``"auto"``.
+        method: ``"auto"``, ``"standard"`` or ``"gram"``.
         eps: Floor of the norm.
         dtype: Name of the dtype that the iteration runs in.
+        device_type: Where it runs: ``"cpu"``, ``"cuda"``.
     """
 
     coefficients: tuple[tuple[float, float, float], ...]
     method: str
     eps: float
     dtype: str
+    device_type: str
 
     @property
     def wire_dtype(self) -> str:
@@ -48,9 +51,21 @@ class Orthogonalization:
         """
         return "float32" if self.dtype == "float16" else self.dtype
 
+    def form(self, num_rows: int, num_cols: int) -> Form:
+        """The form that matrices of a shape take."""
+        return choose_form(
+            num_rows,
+            num_cols,
+            self.coefficients,
+            method=self.method,
+            dtype=self.dtype,
+            device_type=self.device_type,
+        )
+
     def flops(self, matrix: MatrixBox) -> int:
         """Operations that one matrix takes."""
-        return newton_schulz_flops(matrix.num_rows, matrix.num_cols, len(self.coefficients))
+        shape = matrix.num_rows, matrix.num_cols
+        return form_flops(self.form(*shape), *shape, len(self.coefficients))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

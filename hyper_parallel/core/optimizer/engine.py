@@ -111,7 +111,7 @@ def build_engine(
                 continue
             layout = reader.read(param, name)
             _check_local_shape(name, local_shape, layout, rank)
-            plan_of = _planned_param(name, layout, group)
+            plan_of = _planned_param(name, layout, group, param.device.type)
             finer = None if plan_of.source is plan_of.layout else plan_of.source
             planned.append(plan_of)
             entries.append(SteppedParam(name, param, group, local_shape, param.dtype, ranks, finer))
@@ -128,9 +128,11 @@ def build_engine(
     return Engine(basis_of(groups), tuple(entries), tuple(others), plan, executor)
 
 
-def _planned_param(name: str, layout: ParamLayout, group: Mapping[str, Any]) -> PlannedParam:
+def _planned_param(
+    name: str, layout: ParamLayout, group: Mapping[str, Any], device_type: str
+) -> PlannedParam:
     """A parameter whose replicas share its work; :func:`_unshared` has the last word."""
-    work = orthogonalization_of(group, name)
+    work = orthogonalization_of(group, name, device_type=device_type)
     view = normalize_view(group["matrix_view"], name)
     split = group["shard_momentum"] and layout.num_replicas > 1
     source = layout.cut_over_replicas() if split else layout

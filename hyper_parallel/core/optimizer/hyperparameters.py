@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hyper_parallel.core.optimizer.bucket import Orthogonalization
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
+from hyper_parallel.core.optimizer.forms import METHODS
 from hyper_parallel.core.optimizer.matrix_view import normalize_view
-from hyper_parallel.core.optimizer.polar import METHODS
 from hyper_parallel.core.optimizer.update_rule import ADJUST_LR_FNS
 
 ALGORITHMS: Final = ("muon", "adamw")
@@ -152,12 +152,15 @@ def _check_keys(group: Mapping[str, Any], label: str) -> None:
         )
 
 
-def orthogonalization_of(group: Mapping[str, Any], label: str) -> Orthogonalization:
+def orthogonalization_of(
+    group: Mapping[str, Any], label: str, *, device_type: str = "cpu"
+) -> Orthogonalization:
     """How a Muon group's matrices are orthogonalized.
 
     Args:
         group: A complete Muon group.
         label: What to call it in an error.
+        device_type: Where the matrices are.
 
     Returns:
         The record that the plan carries.
@@ -175,6 +178,7 @@ def orthogonalization_of(group: Mapping[str, Any], label: str) -> Orthogonalizat
         method=group["ns_method"],
         eps=float(group["eps"]),
         dtype=str(group["ns_dtype"]).removeprefix("torch."),
+        device_type=device_type,
     )
 
 

@@ -106,9 +106,9 @@ class LocalStep:
 
     def compute(self, batch: Tensor, work: Orthogonalization) -> Tensor:
         """Orthogonalize whole matrices."""
-        dtype = getattr(torch, work.dtype)
+        dtype, form = getattr(torch, work.dtype), work.form(*batch.shape[-2:])
         return orthogonalize_with_schedule(
-            batch, work.coefficients, method=work.method, eps=work.eps, dtype=dtype
+            batch, work.coefficients, method=form, eps=work.eps, dtype=dtype
         )
 
     def apply(self, stored: Sequence[Part], updates: Sequence[tuple[Part, Tensor]]) -> None:

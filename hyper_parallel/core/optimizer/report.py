@@ -106,9 +106,10 @@ def _layout_rows(
     params: Sequence[PlannedParam], buckets: Sequence[Bucket]
 ) -> list[tuple[str, ...]]:
     matrices = Counter(planned.param for bucket in buckets for planned in bucket.matrices)
+    forms = _forms_text(params, buckets)
     rows: dict[tuple[str, str, str], list[int]] = {}
     for index, param in enumerate(params):
-        work = f"{param.work.method}, {len(param.work.coefficients)} steps, {param.work.dtype}"
+        work = f"{forms[index]}, {len(param.work.coefficients)} steps, {param.work.dtype}"
         mesh = "x".join(map(str, param.layout.mesh.shape))
         counts = rows.setdefault((_placements_text(param), mesh or "1", work), [0, 0])
         counts[0] += 1
@@ -117,6 +118,15 @@ def _layout_rows(
         (layout, mesh, str(params), str(count), work)
         for (layout, mesh, work), (params, count) in rows.items()
     ]
+
+
+def _forms_text(params: Sequence[PlannedParam], buckets: Sequence[Bucket]) -> dict[int, str]:
+    """Which forms the matrices of each parameter take."""
+    forms: dict[int, dict[str, None]] = {index: {} for index in range(len(params))}
+    for planned in (planned for bucket in buckets for planned in bucket.matrices):
+        matrix, work = planned.matrix, params[planned.param].work
+        forms[planned.param][str(work.form(matrix.num_rows, matrix.num_cols))] = None
+    return {index: " and ".join(texts) or "no matrix" for index, texts in forms.items()}
 
 
 def _domain_rows(

@@ -870,9 +870,9 @@ def test_thousand_parameters_on_4096_ranks_take_less_than_a_second(kind: str) ->
             duck_mesh(grid, 1234) if kind == "duck" else DeviceMesh("cpu", grid) for _ in range(4)
         ]
         params = [make([64, 64], layouts[i // 4 % 4], meshes[i % 4]) for i in range(1000)]
-        start = time.perf_counter()
+        start = time.process_time()
         no_comm, groups = group_parameters_by_sharding(params)
-        elapsed = time.perf_counter() - start
+        elapsed = time.process_time() - start
         assert not no_comm
         assert [len(group.replicate_group) for group in groups] == [256, 16, 16, 16]
         assert sum(len(group.params) for group in groups) == 1000

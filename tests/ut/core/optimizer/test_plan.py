@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Orthogonalization, PlannedParam
-from hyper_parallel.core.optimizer.cost_model import newton_schulz_flops
+from hyper_parallel.core.optimizer.forms import Form, form_flops
 from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import build_plan
@@ -29,7 +29,11 @@ S1 = AxisPlacement(dim=1)
 FOUR = (0, 1, 2, 3)
 MESH = MeshLayout(shape=(2, 2), ranks=FOUR)
 WORK = Orthogonalization(
-    coefficients=((3.4445, -4.7750, 2.0315),) * 5, method="standard", eps=1e-7, dtype="float32"
+    coefficients=((3.4445, -4.7750, 2.0315),) * 5,
+    method="standard",
+    eps=1e-7,
+    dtype="float32",
+    device_type="cpu",
 )
 LAYOUT = ParamLayout(shape=(8, 4), mesh=MESH, axes=(R, S0))
 
@@ -220,7 +224,7 @@ def test_table_says_what_a_step_of_this_rank_takes() -> None:
     plan = plan_of(param(on(2, axes=(S0,), shape=(8, 4))), rank=1)
     first = str(plan).splitlines()[0]
     assert first == "Muon plan of rank 1: 1 parameter, 1 matrix, 1 bucket, 2 collectives a step"
-    flops = newton_schulz_flops(8, 4, 5)
+    flops = form_flops(Form(), 8, 4, 5)
     (row,) = columns(plan)
     assert row["ranks"] == "0-1"
     assert (row["buckets"], row["collectives"]) == ("1", "2")

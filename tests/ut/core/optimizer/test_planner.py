@@ -18,7 +18,7 @@ from hyper_parallel.core.optimizer.bucket import (
     PlannedParam,
     owner_loads,
 )
-from hyper_parallel.core.optimizer.cost_model import newton_schulz_flops
+from hyper_parallel.core.optimizer.forms import Form, form_flops
 from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
 from hyper_parallel.core.optimizer.matrix_view import MatrixBox, MatrixView, matrices_of
 from hyper_parallel.core.optimizer.plan import Plan
@@ -36,7 +36,11 @@ S0 = AxisPlacement(dim=0)
 S1 = AxisPlacement(dim=1)
 S0_OF_2 = AxisPlacement(dim=0, split_factor=2)
 WORK = Orthogonalization(
-    coefficients=((3.4445, -4.7750, 2.0315),) * 5, method="standard", eps=1e-7, dtype="bfloat16"
+    coefficients=((3.4445, -4.7750, 2.0315),) * 5,
+    method="standard",
+    eps=1e-7,
+    dtype="bfloat16",
+    device_type="cpu",
 )
 LARGE = 1 << 40
 
@@ -454,7 +458,7 @@ def test_build_plan_does_not_pile_big_matrices_on_one_rank() -> None:
     params = [param(s, mesh_of(4), [S0], name=f"w{i}") for i, s in enumerate(shapes)]
     plan = plan_of(params)
     loads = owner_loads(params, plan.buckets, range(4)).values()
-    costs = [newton_schulz_flops(*shape, 5) for shape in shapes]
+    costs = [form_flops(Form(), *shape, 5) for shape in shapes]
     assert sum(loads) == sum(costs)
     assert 3 * max(loads) <= 4 * max(sum(costs) / 4, max(costs))
     assert sorted(loads)[-2] < 2 * sorted(loads)[0]  # the others share the rest
@@ -538,9 +542,9 @@ def test_build_plan_of_ten_thousand_parameters_on_64_ranks_takes_seconds() -> No
     mesh = mesh_of(4, 16)
     shapes = [(512, 128), (128, 512), (384, 128), (128, 128)]
     params = [param(shapes[i % 4], mesh, [R, S0], name=f"w{i}") for i in range(10_000)]
-    start = time.perf_counter()
+    start = time.process_time()
     plan = plan_of(params, bucket_bytes=64 << 20)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert sum(len(bucket.matrices) for bucket in plan.buckets) == 10_000
 
 
@@ -580,6 +584,6 @@ def test_digest_tells_routes_and_large_meshes_apart() -> None:
 def test_planning_does_not_grow_as_parameters_times_replicas() -> None:
     mesh = MeshLayout(shape=(1024,), ranks=tuple(range(1024)))
     params = [param((64, 64), mesh, (R,), name=f"w{i}") for i in range(2000)]
-    start = time.perf_counter()
+    start = time.process_time()
     plan_of(params, bucket_bytes=LARGE)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20

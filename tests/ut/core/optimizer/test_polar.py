@@ -136,14 +136,17 @@ def test_singular_values_end_in_the_band_of_the_preset(
     assert values.max() < high + 1e-3
 
 
+@pytest.mark.parametrize("method", ["auto", "gram"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PRESETS)
-def test_rank_one_keeps_its_sign_and_stays_bounded(name: str, dtype: torch.dtype) -> None:
+def test_rank_one_keeps_its_sign_and_stays_bounded(
+    name: str, dtype: torch.dtype, method: str
+) -> None:
     """A singular value at the very end of the interval; all ones round all in one direction."""
     for num_rows, num_columns in [(8, 8), (5, 13), (13, 5), (20, 31), (24, 57)]:
         noise = torch.outer(torch.randn(num_rows), torch.randn(num_columns))
         for X in (noise, torch.ones(num_rows, num_columns)):
-            result = orthogonalize(X, coefficients=name, dtype=dtype).double()
+            result = orthogonalize(X, coefficients=name, method=method, dtype=dtype).double()
             assert (result * X).sum() / torch.linalg.matrix_norm(X) > 0.6
             assert torch.linalg.matrix_norm(result, 2) < 1.25
 
@@ -206,10 +209,13 @@ def test_transpose_commutes(num_rows: int, num_columns: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), (8, 16, 16), (5, 64, 32), (3, 300, 100), (6, 1, 9)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batch_equals_its_matrices_one_by_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("method", ["auto", "gram"])
+def test_batch_equals_its_matrices_one_by_one(
+    shape: tuple[int, ...], dtype: torch.dtype, method: str
+) -> None:
     X = torch.randn(shape)
-    alone = torch.stack([orthogonalize(matrix, dtype=dtype) for matrix in X])
-    assert relative_error(orthogonalize(X, dtype=dtype), alone) < RTOL[dtype] + 1e-6
+    alone = torch.stack([orthogonalize(matrix, method=method, dtype=dtype) for matrix in X])
+    assert relative_error(orthogonalize(X, method=method, dtype=dtype), alone) < RTOL[dtype] + 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -320,11 +326,12 @@ def test_norm_is_taken_before_the_cast() -> None:
 
 @pytest.mark.parametrize("eps", [1e-7, 0.0, 1e-300, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zero_stays_exactly_zero(dtype: torch.dtype, eps: float) -> None:
+@pytest.mark.parametrize("method", ["auto", "gram"])
+def test_zero_stays_exactly_zero(dtype: torch.dtype, eps: float, method: str) -> None:
     """FAILURES A27."""
     for shape in [(4, 8), (1, 1), (3, 5, 2)]:
         X = torch.zeros(shape)
-        assert torch.equal(orthogonalize(X, eps=eps, dtype=dtype), X)
+        assert torch.equal(orthogonalize(X, method=method, eps=eps, dtype=dtype), X)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -360,13 +367,14 @@ def test_empty_stays_empty(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(4, 5, 8), (4, 8, 5), (2, 2, 6, 6)])
+@pytest.mark.parametrize("method", ["auto", "gram"])
 def test_non_finite_entry_poisons_its_own_matrix_only(
-    shape: tuple[int, ...], dtype: torch.dtype, value: float
+    shape: tuple[int, ...], dtype: torch.dtype, value: float, method: str
 ) -> None:
     X = torch.randn(shape)
-    expected = orthogonalize(X, dtype=dtype).flatten(0, -3)
+    expected = orthogonalize(X, method=method, dtype=dtype).flatten(0, -3)
     X.view(4, *shape[-2:])[2, 3, 1] = value
-    result = orthogonalize(X, dtype=dtype).flatten(0, -3)
+    result = orthogonalize(X, method=method, dtype=dtype).flatten(0, -3)
     assert result[2].isnan().all()
     assert torch.equal(result[[0, 1, 3]], expected[[0, 1, 3]])
 
@@ -383,14 +391,15 @@ def test_non_finite_entry_makes_a_lone_matrix_nan(value: float) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "one", *STRIDED])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_input_is_never_written(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("method", ["auto", "gram"])
+def test_input_is_never_written(kind: str, dtype: torch.dtype, method: str) -> None:
     """``torch.optim.Muon`` 2.13 divides a bfloat16 input in place."""
     base = torch.randn(4, 6, 10, 12).to(dtype)
     views = {"contiguous": lambda base: base, "one": lambda base: base[:1, :1], **STRIDED}
     X = views[kind](base)
     before, version, strides = bits(base), X._version, X.stride()
     for compute_dtype in DTYPES:
-        result = orthogonalize(X, dtype=compute_dtype)
+        result = orthogonalize(X, method=method, dtype=compute_dtype)
         assert bits(base) == before
         assert (X._version, X.stride()) == (version, strides)
         assert result.untyped_storage().data_ptr() != X.untyped_storage().data_ptr()
@@ -472,6 +481,23 @@ def test_no_more_than_two_copies_and_the_gram_matrices_are_alive(shape: tuple[in
         orthogonalize(X, dtype=torch.float32)
     copies = max(2 + 1 / alpha, 1 + 2 / alpha)
     assert memory.peak <= copies * X.nbytes + 4096
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 512), (512, 64), (4, 32, 128)])
+def test_gram_form_has_one_copy_and_four_gram_matrices_alive(shape: tuple[int, ...]) -> None:
+    X = torch.randn(shape)
+    alpha = max(shape[-2:]) / min(shape[-2:])
+    with PeakMemory() as memory:
+        orthogonalize(X, method="gram", dtype=torch.float32)
+    assert memory.peak <= max(1 + 4 / alpha, 2 + 1 / alpha) * X.nbytes + 4096
+
+
+def test_matrices_that_run_one_by_one_need_no_more_than_their_norms() -> None:
+    """Two copies: the normalized batch, and its squares."""
+    X = torch.randn(8, 65, 65)
+    with PeakMemory() as memory:
+        orthogonalize(X, dtype=torch.float32)
+    assert memory.peak <= 2 * X.nbytes + 4096
 
 
 # --- Refusals -------------------------------------------------------------------------------

@@ -37,7 +37,11 @@ R = AxisPlacement()
 S0 = AxisPlacement(dim=0)
 S1 = AxisPlacement(dim=1)
 WORK = Orthogonalization(
-    coefficients=((3.4445, -4.7750, 2.0315),), method="standard", eps=1e-7, dtype="float32"
+    coefficients=((3.4445, -4.7750, 2.0315),),
+    method="standard",
+    eps=1e-7,
+    dtype="float32",
+    device_type="cpu",
 )
 LARGE = 1 << 40
 
