@@ -5,7 +5,7 @@ RANKS ?= 2
 CASES ?= 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check format ut st test-long demo gpu clean
+.PHONY: help install test check format ut st test-long demo bench gpu clean
 
 help:              ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,10 +37,14 @@ st: install        ## tests on several gloo ranks
 	$(BIN)/python -m pytest -q tests/st
 
 test-long: install ## the property test over layouts with CASES cases (5000)
-	HYPER_PARALLEL_CASES=$(CASES) $(BIN)/python -m pytest -q -s tests/st/core/optimizer/test_property.py
+	HYPER_PARALLEL_CASES=$(CASES) $(BIN)/python -m pytest -q --hypothesis-show-statistics tests/st/core/optimizer/test_property.py
 
 demo: install      ## train a small GPT with Muon and with AdamW on RANKS ranks (2), and compare
 	$(BIN)/python -m examples.compare --nproc $(RANKS) $(ARGS)
+
+bench: install     ## one step beside every peer that runs here, into benchmarks/results; half an hour
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/dev.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.steps --growth --profile --output benchmarks/results $(ARGS)
 
 gpu: install       ## tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
