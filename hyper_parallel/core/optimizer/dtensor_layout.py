@@ -75,9 +75,9 @@ class LayoutReader:
         if isinstance(tensor, DTensor):
             for placement in tensor.placements:
                 _axis_placement(placement, tensor, name)
-            return tuple(sorted(self.mesh_layout(tensor.device_mesh, name).ranks))
+            return self.mesh_layout(tensor.device_mesh, name).members
         if self._replicate_mesh is not None:
-            return tuple(sorted(self.mesh_layout(self._replicate_mesh, name).ranks))
+            return self.mesh_layout(self._replicate_mesh, name).members
         return (self._rank,)
 
     def mesh_layout(self, mesh: DeviceMesh, name: str) -> MeshLayout:

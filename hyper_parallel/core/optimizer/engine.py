@@ -122,8 +122,8 @@ def build_engine(
     shared: dict[tuple[int, ...], list[int]] = {}
     for i, entry in enumerate([*entries, *others]):
         shared.setdefault(entry.ranks, []).append(i)
-        if i < len(planned) and tuple(sorted(planned[i].layout.mesh.ranks)) != entry.ranks:
-            shared.setdefault(tuple(sorted(planned[i].layout.mesh.ranks)), []).append(i)
+        if i < len(planned) and planned[i].layout.mesh.members != entry.ranks:
+            shared.setdefault(planned[i].layout.mesh.members, []).append(i)
     executor = Executor(plan, process_groups, _device_of(entries), shared)
     return Engine(basis_of(groups), tuple(entries), tuple(others), plan, executor)
 
@@ -157,13 +157,13 @@ def _unshared(
     """
     pays = [_sharing_pays(p, e) for p, e in zip(planned, entries, strict=True)]
     exchanging = {
-        tuple(sorted(p.layout.mesh.ranks))
+        p.layout.mesh.members
         for p, is_shared in zip(planned, pays, strict=True)
         if is_shared and (p.layout.num_replicas > 1 or p.layout.num_shards > 1)
     }
     decided: list[PlannedParam] = []
     for param, entry, is_shared in zip(planned, entries, pays, strict=True):
-        alone = tuple(sorted(param.layout.mesh.ranks)) not in exchanging
+        alone = param.layout.mesh.members not in exchanging
         if is_shared or (alone and entry.group["share_replicas"] == "auto"):
             decided.append(param)
         else:

@@ -30,6 +30,11 @@ class MeshLayout:
             raise ValueError(f"mesh of shape {self.shape} cannot hold {len(self.ranks)} ranks")
 
     @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks, ascending: what a set of ranks is known by, however a mesh arranges it."""
+        return tuple(sorted(self.ranks))
+
+    @cached_property
     def text(self) -> str:
         """Shape and ranks; different for different meshes, and short for large ones."""
         ranks = str(list(self.ranks))

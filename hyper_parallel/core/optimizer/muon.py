@@ -284,9 +284,8 @@ class Muon(Optimizer):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop(
-            "differentiable", None
-        )  # torch adds it; the constructor has no such thing
+        # torch adds it, and the constructor has no such argument.
+        self.defaults.pop("differentiable", None)
         self._engine = None
 
     def _ready(self) -> Engine:

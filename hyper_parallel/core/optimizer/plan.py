@@ -45,7 +45,7 @@ class Plan:
         They include those that exchange nothing: what a rank believes to be nothing may be
         something to another.
         """
-        sets = {tuple(sorted(param.layout.mesh.ranks)) for param in self.params}
+        sets = {param.layout.mesh.members for param in self.params}
         return tuple(sorted((s for s in sets if len(s) > 1), key=lambda s: (-len(s), s)))
 
     @property
@@ -67,9 +67,7 @@ class Plan:
         """
         shared = [bucket for bucket in self.buckets if bucket.ranks == ranks]
         used = [
-            index
-            for index, param in enumerate(self.params)
-            if tuple(sorted(param.layout.mesh.ranks)) == ranks
+            index for index, param in enumerate(self.params) if param.layout.mesh.members == ranks
         ]
         position = {index: i for i, index in enumerate(used)}
         for index in used:

@@ -93,7 +93,7 @@ def build_plan(
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     domains: dict[Ranks, list[_Candidate]] = defaultdict(list)
     for index, param in enumerate(params):
-        ranks = tuple(sorted(param.layout.mesh.ranks))
+        ranks = param.layout.mesh.members
         domains[ranks].extend(_candidates(index, param, replica_route))
     buckets: list[Bucket] = []
     for ranks in sorted(domains, key=lambda ranks: (-len(ranks), ranks)):
