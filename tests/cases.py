@@ -201,9 +201,9 @@ def _counted_step(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
     received = [0]
     compute = LocalStep.compute
 
-    def counting_compute(self: LocalStep, batch: Tensor, work: Any) -> Tensor:
+    def counting_compute(self: LocalStep, batch: Tensor, work: Any) -> None:
         orthogonalized[0] += batch.shape[0]
-        return compute(self, batch, work)
+        compute(self, batch, work)
 
     def counting_transfer(packet: Tensor, out: Any, into: Any, group: Any) -> Transfer:
         own = into[dist.get_rank(group)]

@@ -62,8 +62,8 @@ class StepKernel(Protocol):
         """What is to be orthogonalized, for active parts; new tensors, no state is touched."""
         ...
 
-    def compute(self, batch: Tensor, work: Orthogonalization) -> Tensor:
-        """Orthogonalize ``(batch, rows, cols)`` whole matrices."""
+    def compute(self, batch: Tensor, work: Orthogonalization) -> None:
+        """Replace ``(batch, rows, cols)`` whole matrices by their orthogonalization."""
         ...
 
     def apply(self, stored: Sequence[Part], updates: Sequence[tuple[Part, Tensor]]) -> None:
@@ -183,7 +183,7 @@ class Executor:
         flight = _Flight(
             program,
             [
-                torch.zeros(
+                torch.empty(
                     (len(batch.params), *batch.box_shape),
                     dtype=program.wire_dtype,
                     device=self._device,
@@ -254,10 +254,11 @@ class Executor:
             matrices = flight.batches[i].view(-1, batch.num_rows, batch.num_cols)
             active = [j for j, param in enumerate(batch.params) if kernel.is_active(param)]
             if len(active) == len(batch.params):
-                result = kernel.compute(matrices, batch.work)
-                flight.batches[i] = result.reshape(-1, *batch.box_shape)
+                kernel.compute(matrices, batch.work)
             elif active:
-                matrices[active] = kernel.compute(matrices[active], batch.work)
+                chosen = matrices[active]
+                kernel.compute(chosen, batch.work)
+                matrices[active] = chosen
 
     def _arrive(self, flight: _Flight) -> None:
         """Wait for the updates of this rank's pieces, and pass them on to its replicas."""
@@ -298,8 +299,8 @@ class Executor:
         self._written = True
 
     def _packet(self, program: Program, form: PacketFormat) -> Tensor:
-        # Zeros, so that a matrix without a gradient travels as nothing at all.
-        return torch.zeros(sum(form.sizes), dtype=program.wire_dtype, device=self._device)
+        # Where a matrix has no gradient, what lies here travels, and nobody reads it.
+        return torch.empty(sum(form.sizes), dtype=program.wire_dtype, device=self._device)
 
     def _send(
         self, flight: _Flight, packet: Tensor, out: PacketFormat, into: PacketFormat

@@ -104,11 +104,11 @@ class LocalStep:
             )
         return made
 
-    def compute(self, batch: Tensor, work: Orthogonalization) -> Tensor:
-        """Orthogonalize whole matrices."""
+    def compute(self, batch: Tensor, work: Orthogonalization) -> None:
+        """Replace whole matrices by their orthogonalization."""
         dtype, form = getattr(torch, work.dtype), work.form(*batch.shape[-2:])
-        return orthogonalize_with_schedule(
-            batch, work.coefficients, method=form, eps=work.eps, dtype=dtype
+        orthogonalize_with_schedule(
+            batch, work.coefficients, method=form, eps=work.eps, dtype=dtype, out=batch
         )
 
     def apply(self, stored: Sequence[Part], updates: Sequence[tuple[Part, Tensor]]) -> None:

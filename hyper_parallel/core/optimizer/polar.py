@@ -24,6 +24,7 @@ _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Elements squared at once for a norm: bounds the temporary, and is enough to keep a GPU busy.
 _NORM_CHUNK_NUMEL = 2**22
+_LONGEST_SERIAL_SUM = 4096
 
 
 def orthogonalize(
@@ -98,20 +99,22 @@ def orthogonalize_with_schedule(
     method: str | Form = "auto",
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Do what ``orthogonalize`` does, for coefficients resolved beforehand.
 
     For callers that step often: the schedule is used as it is, without a check.
 
     Args:
-        X: ``(..., m, n)``, local. Never modified.
+        X: ``(..., m, n)``, local. Not modified unless it is ``out``.
         schedule: What ``resolve_coefficients`` returned.
         method: As in ``orthogonalize``, or the form that was chosen.
         eps: As in ``orthogonalize``.
         dtype: As in ``orthogonalize``.
+        out: Contiguous, like ``X``, which it may be: each matrix is then replaced by its result.
 
     Returns:
-        As ``orthogonalize``.
+        As ``orthogonalize``; ``out`` if it was given.
 
     Raises:
         TypeError: If ``X`` is not a dense real floating-point tensor.
@@ -127,17 +130,18 @@ def orthogonalize_with_schedule(
         )
     form = method if isinstance(method, Form) else _choose(X, schedule, method, dtype)
     if X.numel() == 0:
-        return torch.empty_like(X)
-    is_tall = X.size(-2) > X.size(-1)
-    wide = X.mT if is_tall else X
-    shape = wide.shape
+        return torch.empty_like(X) if out is None else out
+    batch = X.reshape(-1, *X.shape[-2:])
     # A batch of one takes the 2-D products, which are no slower and tuned best.
-    is_one = shape[:-2].numel() == 1
-    batch_shape = shape[-2:] if is_one else (-1, *shape[-2:])
-    run = iterate if is_one or form.batched else _iterate_one_by_one
-    # One expression: a name for the normalized copy would keep it alive through every step.
-    Y = run(_normalize(wide, eps, dtype).reshape(batch_shape), schedule, form).reshape(shape)
-    return (Y.mT if is_tall else Y).to(X.dtype)
+    if form.batched or len(batch) == 1:
+        together = batch[0] if len(batch) == 1 else batch
+        result = _orthogonalize(together, schedule, form, eps=eps, dtype=dtype).reshape(X.shape)
+        return result.to(X.dtype) if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty_like(X, memory_format=torch.contiguous_format)
+    for matrix, target in zip(batch, out.view(batch.shape), strict=True):
+        target.copy_(_orthogonalize(matrix, schedule, form, eps=eps, dtype=dtype))
+    return out
 
 
 def _check_matrices(X: Tensor) -> None:
@@ -174,31 +178,49 @@ def _choose(X: Tensor, schedule: Schedule, method: str, dtype: torch.dtype) -> F
     )
 
 
-# The results replace the matrices, which are a copy made here; nothing depends on what else is in
-# the batch.
-def _iterate_one_by_one(batch: Tensor, schedule: Schedule, form: Form) -> Tensor:
-    for X in batch:
-        X.copy_(iterate(X, schedule, form))
-    return batch
+# ``(m, n)`` or ``(batch, m, n)``, in ``dtype``.
+def _orthogonalize(
+    X: Tensor, schedule: Schedule, form: Form, *, eps: float, dtype: torch.dtype
+) -> Tensor:
+    is_tall = X.size(-2) > X.size(-1)
+    # One expression: a name for the normalized copy would keep it alive through every step.
+    Y = iterate(_normalize(X, eps, dtype, transposed=is_tall), schedule, form)
+    return Y.mT if is_tall else Y
 
 
-# Divides each matrix by its Frobenius norm, then rounds to ``dtype``. Gives a new tensor.
-def _normalize(X: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+# Divides each matrix by its Frobenius norm, then rounds to ``dtype``. Gives a new tensor with
+# contiguous rows, also of the transposed matrix: products of views that are not are slower.
+def _normalize(X: Tensor, eps: float, dtype: torch.dtype, *, transposed: bool) -> Tensor:
     work_dtype = torch.float64 if torch.float64 in (X.dtype, dtype) else torch.float32
+    wide = X.to(work_dtype)  # reductions of half precision are slow on CPUs
     # Two reductions make no copy, as abs() would, and keep NaN.
-    amax = torch.maximum(X.amax((-2, -1), keepdim=True), -X.amin((-2, -1), keepdim=True))
-    amax = amax.to(work_dtype)
-    # A division, which also promotes: the reciprocal of a subnormal overflows. A NaN in amax
-    # divides by 1, and reaches every entry through the norm.
-    scaled = X / torch.where(amax > 0, amax, 1)
+    amax = torch.maximum(wide.amax((-2, -1)), -wide.amin((-2, -1)))
+    # A division: the reciprocal of a subnormal overflows. A NaN in amax divides by 1, and reaches
+    # every entry through the norm.
+    divisor = _per_matrix(torch.where(amax > 0, amax, 1))
+    scaled = wide / divisor if wide is X else wide.div_(divisor)
     norm = _frobenius_norm(scaled).clamp_(min=max(eps, torch.finfo(work_dtype).tiny))
-    return scaled.div_(norm[..., None, None]).to(dtype)
+    if transposed:
+        scaled = scaled.mT
+    out = torch.empty(scaled.shape, dtype=dtype, device=X.device)
+    torch.div(scaled, _per_matrix(norm), out=out)
+    return out
 
 
-# ``(..., m, n)`` to ``(...)``. Not torch.linalg.vector_norm: on CPUs that adds float32 one after
-# the other, and is wrong by 6e-4 at 2e7 elements and by 1e-2 at 1e8; sum() adds pairwise. Rows
-# first, so that the order in which a matrix is summed hardly depends on its batch.
+# A tensor without dims divides as fast as a number does; one with dims takes twice the time.
+def _per_matrix(values: Tensor) -> Tensor:
+    return values if values.ndim == 0 else values[..., None, None]
+
+
+# ``(..., m, n)`` to ``(...)``. Rows first, so that the order in which a matrix is summed hardly
+# depends on its batch. On CPUs vector_norm makes one pass, but adds float32 one after the other:
+# over 1e6 elements it is wrong by up to 4e-4. sum() adds pairwise.
 def _frobenius_norm(X: Tensor) -> Tensor:
+    if X.stride(-1) > X.stride(-2):
+        X = X.mT  # in the order of the memory: five times as fast, and the bits of its transpose
+    if X.size(-1) <= _LONGEST_SERIAL_SUM:
+        rows: Tensor = torch.linalg.vector_norm(X, dim=-1)
+        return (rows * rows).sum(-1).sqrt()
     rows_per_chunk = max(1, _NORM_CHUNK_NUMEL * X.size(-2) // X.numel())
     sums = [(rows * rows).sum(-1) for rows in torch.split(X, rows_per_chunk, dim=-2)]
     return torch.cat(sums, dim=-1).sum(-1).sqrt()

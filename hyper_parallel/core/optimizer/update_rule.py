@@ -103,7 +103,7 @@ def commit_update(
         steps: Adjusted learning rate of each piece.
     """
     wide = [p.float() if p.dtype in _HALF else p for p in params]
-    if wide:
+    if wide and (isinstance(decay, Tensor) or decay != 1):
         torch._foreach_mul_(wide, decay.reshape(()) if isinstance(decay, Tensor) else decay)
     together: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     for param, update, step in zip(wide, updates, steps, strict=True):

@@ -824,10 +824,10 @@ def freeze_and_unfreeze(kind: str) -> int:
     computed = 0
     compute = LocalStep.compute
 
-    def counting(self: LocalStep, batch: Tensor, work: Any) -> Tensor:
+    def counting(self: LocalStep, batch: Tensor, work: Any) -> None:
         nonlocal computed
         computed += batch.shape[0]
-        return compute(self, batch, work)
+        compute(self, batch, work)
 
     for step in range(5):
         for number, pair in enumerate(zip(params, others, strict=True)):
