@@ -8,6 +8,7 @@ decay is zero, since its meaning differs from one to the next.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, metadata
 from typing import Any, Protocol
 
@@ -82,7 +83,7 @@ class GatherAndRepeat:
             param.add_(update, alpha=-lr_of(param.shape))
 
 
-def _ours(params: Sequence[Tensor], mesh: DeviceMesh) -> Stepper:
+def _ours(params: Sequence[Tensor], mesh: DeviceMesh, **options: Any) -> Stepper:
     plain = any(not isinstance(p, DTensor) for p in params)
     return Muon(
         params,
@@ -92,6 +93,7 @@ def _ours(params: Sequence[Tensor], mesh: DeviceMesh) -> Stepper:
         ns_steps=NS_STEPS,
         ns_coefficients=COEFFICIENTS,
         replicate_mesh=mesh if plain else None,
+        **options,
     )
 
 
@@ -128,6 +130,11 @@ def _muonium(params: Sequence[Tensor], _: DeviceMesh) -> Stepper:
 
 CONTENDERS = {
     "ours": Contender("hyper_parallel", "hyper-parallel", _ours),
+    "ours-small": Contender(
+        "hyper_parallel, 1 MiB buckets",
+        "hyper-parallel",
+        partial(_ours, bucket_bytes=2**20),
+    ),
     "gather": Contender("gather and repeat", "torch", lambda params, _: GatherAndRepeat(params)),
     "gather-bf16": Contender(
         "gather bf16 and repeat",

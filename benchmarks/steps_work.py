@@ -27,6 +27,7 @@ SCENARIOS = {
     "experts": "experts",
     "many-small": "many small",
     "few-large": "few large",
+    "model": "42 matrices",
 }
 """Title of each scenario, in the order of the table."""
 
@@ -134,6 +135,10 @@ def work_of(job: Job) -> Work:
         s = max(ranks, d // 4)
         shapes = [(s, s), (2 * s, s), (s, 2 * s)] * 20
         return Work((ranks,), _alike(shapes, fsdp), f"60 matrices, s x s to 2s x s, s = {s}")
+    if job.scenario == "model":
+        w = max(ranks, d * 7 // 8)
+        shapes = [(w, w)] * 4 + [(4 * w, w), (w, 4 * w)]
+        return Work((ranks,), _alike(shapes * 7, fsdp), f"7 blocks of attention and MLP, d = {w}")
     assert job.scenario == "few-large", job.scenario
     shapes = [(4 * d, 4 * d)] * 3
     return Work((ranks,), _alike(shapes, fsdp), f"3 matrices of {4 * d} x {4 * d}")
