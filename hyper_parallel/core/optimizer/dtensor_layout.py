@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
 from hyper_parallel.core.optimizer.param_grouping import extract_shard_info
@@ -181,16 +188,56 @@ def in_layout(
     Returns:
         A DTensor with the same values. Cutting what is replicated needs no communication; anything
         else is a redistribution, in which all ranks of the mesh take part.
+
+    Raises:
+        ValueError: If it lies on another mesh.
     """
     placements = tuple(_placement(axis) for axis in layout.axes)
-    if not isinstance(tensor, DTensor):
-        assert mesh is not None
+    assert mesh is not None
+    if isinstance(tensor, DTensor):
+        _check_mesh(tensor, mesh)
+    else:
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if tensor.placements != placements:
         tensor = tensor.redistribute(placements=placements)
     cast = tensor.to(dtype)
     assert isinstance(cast, DTensor)
     return cast
+
+
+def like_param(tensor: Tensor, param: Tensor) -> Tensor:
+    """A state of a parameter, brought to the layout of the parameter.
+
+    Args:
+        tensor: Whole plain tensor, or DTensor of the parameter's global shape.
+        param: The parameter.
+
+    Returns:
+        The same values, a DTensor for a DTensor. What is there already is returned as it is, and
+        cutting a whole tensor needs no communication; in anything else all ranks of the mesh take
+        part.
+
+    Raises:
+        ValueError: If it lies on another mesh.
+    """
+    if same_layout(tensor, param):
+        return tensor
+    if not isinstance(param, DTensor):
+        assert isinstance(tensor, DTensor)
+        return tensor.full_tensor()
+    if isinstance(tensor, DTensor):
+        _check_mesh(tensor, param.device_mesh)
+        return tensor.redistribute(placements=param.placements)
+    return distribute_tensor(tensor, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def _check_mesh(tensor: DTensor, mesh: DeviceMesh) -> None:
+    if tensor.device_mesh != mesh:
+        raise ValueError(
+            f"lies on mesh {tensor.device_mesh.mesh.tolist()}, its parameter on "
+            f"{mesh.mesh.tolist()}; save and load it with torch.distributed.checkpoint, or save "
+            "whole tensors (StateDictOptions(full_state_dict=True))"
+        )
 
 
 def _placement(axis: AxisPlacement) -> Placement:

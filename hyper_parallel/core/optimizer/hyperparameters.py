@@ -119,7 +119,7 @@ def complete_group(group: Any, defaults: Mapping[str, Any], label: str) -> dict[
     complete["params"] = list(complete["params"])
     if not complete["params"]:
         raise ValueError(f"{label} is empty; leave it out")
-    _check_keys(complete, label)
+    check_keys(complete, label)
     if complete.setdefault("algorithm", "muon") == "adamw":
         shared = {key: defaults[key] for key in ("lr", "weight_decay")}
         complete = {**shared, **_ADAMW_DEFAULTS, **complete}
@@ -130,7 +130,16 @@ def complete_group(group: Any, defaults: Mapping[str, Any], label: str) -> dict[
     return complete
 
 
-def _check_keys(group: Mapping[str, Any], label: str) -> None:
+def check_keys(group: Mapping[str, Any], label: str) -> None:
+    """Check that a group has no unknown key.
+
+    Args:
+        group: The group; need not be complete.
+        label: What to call it in an error.
+
+    Raises:
+        ValueError: If the algorithm or a key is unknown; near names are suggested.
+    """
     algorithm = group.get("algorithm", "muon")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{label}: algorithm must be one of {ALGORITHMS}, got {algorithm!r}")

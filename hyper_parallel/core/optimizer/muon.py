@@ -27,6 +27,7 @@ from hyper_parallel.core.optimizer.state import (
     fill_adamw_state,
     fill_muon_state,
     fit_state_dict,
+    frozen_state,
     has_state,
     saved_momenta,
 )
@@ -249,15 +250,22 @@ class Muon(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load what :meth:`state_dict` returned, here or on other ranks. Called on every rank.
+
+        Saved settings take the place of this optimizer's, but for ``share_replicas`` and
+        ``shard_momentum``, which belong to the ranks that run now. Parameters are matched by name
+        where both sides have names. After an error the optimizer is as it was before.
 
         Args:
-            state_dict: The state; momentum keeps ``momentum_dtype`` whatever the parameter's.
+            state_dict: The state. Whole plain tensors are cut to the parameter's layout. Momentum
+                keeps ``momentum_dtype`` whatever the parameter's dtype.
 
         Raises:
-            ValueError: If the groups do not match, or a state has another shape than its
-                parameter.
+            ValueError: If groups, names, algorithms, settings or shapes do not fit, or a state
+                lies on another mesh than its parameter; the message names it.
         """
+        before = self.param_groups, self.state, self._engine
+        frozen = frozen_state(self.state, self.param_groups)
         fitted: dict[str, Any] = {}
 
         def fit(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
@@ -268,11 +276,16 @@ class Muon(Optimizer):
         handle = self.register_load_state_dict_pre_hook(fit)
         try:
             super().load_state_dict(state_dict)
+            for param, momentum in saved_momenta(fitted, self.param_groups).items():
+                self.state[param]["momentum_buffer"] = momentum
+            for param, state in frozen.items():
+                self.state[param] = self.state.get(param) or state
+            self._ready()
+        except BaseException:
+            self.param_groups, self.state, self._engine = before
+            raise
         finally:
             handle.remove()
-        for param, momentum in saved_momenta(fitted, self.param_groups).items():
-            self.state[param]["momentum_buffer"] = momentum
-        self._ready()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
