@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from hyper_parallel import Muon, muon_param_groups
 
-VOCABULARY, WIDTH, HIDDEN = 11, 6, 12
+VOCABULARY, WIDTH, HIDDEN = 11, 6, 10
 
 State = dict[str, dict[str, Tensor]]
 

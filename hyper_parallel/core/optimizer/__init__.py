@@ -13,6 +13,7 @@ from hyper_parallel.core.optimizer.param_grouping import (
 from hyper_parallel.core.optimizer.param_groups import muon_param_groups
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.polar import orthogonalize
+from hyper_parallel.core.optimizer.state_conversion import export_state, import_state
 
 __all__ = [
     "CommParamGroup",
@@ -21,8 +22,10 @@ __all__ = [
     "ShardInfo",
     "calculate_replicate_group",
     "calculate_shard_group",
+    "export_state",
     "extract_shard_info",
     "group_parameters_by_sharding",
+    "import_state",
     "muon_param_groups",
     "orthogonalize",
 ]

@@ -24,12 +24,13 @@ from hyper_parallel.core.optimizer.local_step import LocalStep
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
 from hyper_parallel.core.optimizer.state import (
+    copied_state,
     fill_adamw_state,
     fill_muon_state,
     fit_state_dict,
     frozen_state,
     has_state,
-    saved_momenta,
+    with_dtype_names,
 )
 from hyper_parallel.core.optimizer.stepped_param import check_new_params, param_names
 
@@ -249,6 +250,11 @@ class Muon(Optimizer):
         return loss
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        """State and settings as tensors, numbers, strings and tuples of them; dtypes by name."""
+        return with_dtype_names(super().state_dict())
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, here or on other ranks. Called on every rank.
 
@@ -276,8 +282,7 @@ class Muon(Optimizer):
         handle = self.register_load_state_dict_pre_hook(fit)
         try:
             super().load_state_dict(state_dict)
-            for param, momentum in saved_momenta(fitted, self.param_groups).items():
-                self.state[param]["momentum_buffer"] = momentum
+            self.state.update(copied_state(fitted, self.param_groups))
             for param, state in frozen.items():
                 self.state[param] = self.state.get(param) or state
             self._ready()

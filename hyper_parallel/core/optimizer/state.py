@@ -34,6 +34,7 @@ REQUIRED_STATE: Final = {
 """What a parameter that has been stepped on has, by algorithm; AdamW's are torch's names."""
 
 _HERE_KEYS: Final = ("share_replicas", "shard_momentum")
+_DTYPE_KEYS: Final = {"ns_dtype", "momentum_dtype"}
 # How torch's AdamW runs, not what it computes.
 _TORCH_KEYS: Final = ("foreach", "fused", "capturable", "differentiable")
 
@@ -130,12 +131,35 @@ def fit_state_dict(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     return {**saved, "param_groups": fitted}
 
 
-def saved_momenta(
-    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> dict[Tensor, Tensor]:
-    """The momentum of each parameter in a fitted state dict, in the dtype that it should have.
+def with_dtype_names(state_dict: State) -> State:
+    """A state dict as it is saved: dtypes by name, since torch gathers no other objects.
 
-    torch casts every state to the dtype of its parameter when it loads; momentum has its own.
+    Without it ``StateDictOptions(full_state_dict=True)`` raises.
+
+    Args:
+        state_dict: What torch's ``state_dict()`` returned; not modified.
+
+    Returns:
+        A state dict of tensors, numbers, strings and tuples of them.
+    """
+    groups = [
+        {
+            k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v
+            for k, v in g.items()
+        }
+        for g in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def copied_state(
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[Tensor, State]:
+    """The state of each parameter in a fitted state dict, in the dtypes that it should have.
+
+    When torch loads, it casts every state to the dtype of its parameter, while momentum has its
+    own; and where nothing is to be cast it shares the tensors with the saved dict, so that two
+    optimizers in one process would step on the same moments.
 
     Args:
         saved: A fitted state dict.
@@ -144,17 +168,26 @@ def saved_momenta(
     Returns:
         New tensors, by parameter.
     """
-    momenta: dict[Tensor, Tensor] = {}
+    states: dict[Tensor, State] = {}
     for old, new in zip(saved["param_groups"], groups, strict=True):
-        if old["algorithm"] != "muon":
-            continue
         for key, param in zip(old["params"], new["params"], strict=True):
-            buffer = saved["state"].get(key, {}).get("momentum_buffer")
-            if buffer is not None:
-                dtype = old["momentum_dtype"] or param.dtype
-                device = local_tensor(param).device
-                momenta[param] = buffer.detach().to(device=device, dtype=dtype, copy=True)
-    return momenta
+            state = saved["state"].get(key)
+            if state:
+                momentum_dtype = old.get("momentum_dtype") or param.dtype
+                states[param] = {
+                    kind: _copied(kind, value, param, momentum_dtype)
+                    for kind, value in state.items()
+                }
+    return states
+
+
+def _copied(kind: str, value: Any, param: Tensor, momentum_dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if kind == "step":  # on the CPU, where AdamW reads it without waiting for a device
+        return value.detach().to(device="cpu", copy=True)
+    dtype = momentum_dtype if kind == "momentum_buffer" else param.dtype
+    return value.detach().to(device=local_tensor(param).device, dtype=dtype, copy=True)
 
 
 def frozen_state(
@@ -188,12 +221,13 @@ def _check_form(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _fitted_settings(
-    old: Mapping[str, Any], new: Mapping[str, Any], number: int
-) -> dict[str, Any]:
+def _fitted_settings(old: Mapping[str, Any], new: Mapping[str, Any], number: int) -> dict[str, Any]:
     label = f"saved parameter group {number}"
     here = {key: value for key, value in new.items() if key != "params"}
     group = here | {key: value for key, value in old.items() if key not in _TORCH_KEYS}
+    for key in _DTYPE_KEYS & set(old):
+        named = getattr(torch, old[key], None) if isinstance(old[key], str) else old[key]
+        group[key] = named if isinstance(named, torch.dtype) else old[key]
     group |= {key: new[key] for key in _HERE_KEYS if key in new}
     if group["algorithm"] != new["algorithm"]:
         raise ValueError(

@@ -20,8 +20,10 @@ OPTIMIZER = {
     "ShardInfo",
     "calculate_replicate_group",
     "calculate_shard_group",
+    "export_state",
     "extract_shard_info",
     "group_parameters_by_sharding",
+    "import_state",
     "muon_param_groups",
     "orthogonalize",
 }
