@@ -133,16 +133,15 @@ def load_whole(folder: Path, model: nn.Module, optimizer: Muon) -> None:
 
 
 def load_from_rank_0(folder: Path, model: nn.Module, optimizer: Muon) -> None:
+    """In two calls: ``set_state_dict`` takes an empty dict for "no model here", and rank 0 waits.
+
+    That is so in torch 2.13, whatever the optimizer.
+    """
     model_state, optimizer_state = {}, {}
     if dist.get_rank() == 0:
         model_state, optimizer_state = torch.load(folder / "whole.pt", weights_only=True)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=optimizer_state,
-        options=FROM_RANK_0,
-    )
+    set_model_state_dict(model, model_state, options=FROM_RANK_0)
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=FROM_RANK_0)
 
 
 def load_plainly(folder: Path, model: nn.Module, optimizer: Muon) -> None:
