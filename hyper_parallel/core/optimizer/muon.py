@@ -23,15 +23,13 @@ from hyper_parallel.core.optimizer.hyperparameters import (
 from hyper_parallel.core.optimizer.local_step import LocalStep
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
-from hyper_parallel.core.optimizer.state import (
+from hyper_parallel.core.optimizer.saved_state import (
     copied_state,
-    fill_adamw_state,
-    fill_muon_state,
     fit_state_dict,
     frozen_state,
-    has_state,
     with_dtype_names,
 )
+from hyper_parallel.core.optimizer.state import fill_adamw_state, fill_muon_state, has_state
 from hyper_parallel.core.optimizer.stepped_param import check_new_params, param_names
 
 ParamGroup = dict[str, Any]

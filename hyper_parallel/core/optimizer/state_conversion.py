@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
 from hyper_parallel.core.optimizer.param_uses import strip_wrappers
-from hyper_parallel.core.optimizer.state import REQUIRED_STATE
+from hyper_parallel.core.optimizer.saved_state import REQUIRED_STATE
 
 StateDict = dict[str, Any]
 

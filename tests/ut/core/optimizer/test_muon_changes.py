@@ -175,7 +175,7 @@ def test_state_that_is_gone_is_made_again() -> None:
 
 
 def test_defaults_build_another_optimizer_after_a_load() -> None:
-    """D14"""
+    """D14: ``defaults`` are arguments of the constructor, and nothing else, also after a load."""
     optimizer = Muon([ones(4, 8)])
     optimizer.load_state_dict(optimizer.state_dict())
     type(optimizer)([ones(4, 8)], **optimizer.defaults)
