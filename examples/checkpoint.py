@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from hyper_parallel.core.optimizer import OlderCheckpointPlanner
+
 _NUM_KEPT = 2
 _PARTIAL = ".partial"
 _CHECKSUMS = "SHA256SUMS"  # as sha256sum -c reads it
@@ -144,7 +146,8 @@ def load_checkpoint(state: TrainingState, run_dir: Path) -> Path:
     for folder in reversed(_complete(run_dir)):
         damage = _damage(folder)
         if not damage:
-            load({"training": state}, checkpoint_id=folder)
+            planner = OlderCheckpointPlanner()  # a version without one of today's settings
+            load({"training": state}, checkpoint_id=folder, planner=planner)
             return folder
         damages += damage
         if dist.get_rank() == 0:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distributed Muon optimizer."""
 
+from hyper_parallel.core.optimizer.load_planner import OlderCheckpointPlanner
 from hyper_parallel.core.optimizer.muon import Muon
 from hyper_parallel.core.optimizer.param_grouping import (
     CommParamGroup,
@@ -18,6 +19,7 @@ from hyper_parallel.core.optimizer.state_conversion import export_state, import_
 __all__ = [
     "CommParamGroup",
     "Muon",
+    "OlderCheckpointPlanner",
     "Plan",
     "ShardInfo",
     "calculate_replicate_group",

@@ -16,6 +16,7 @@ TOP = {"Muon", "__version__", "muon_param_groups", "orthogonalize"}
 OPTIMIZER = {
     "CommParamGroup",
     "Muon",
+    "OlderCheckpointPlanner",
     "Plan",
     "ShardInfo",
     "calculate_replicate_group",
