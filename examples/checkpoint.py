@@ -8,6 +8,7 @@ are as they were. Loading takes the newest one whose files are what was written.
 
 import hashlib
 import shutil
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -76,7 +77,7 @@ class PendingCheckpoint:
 
     folder: Path
     group: dist.ProcessGroup
-    response: AsyncSaveResponse | Any
+    response: Future[Any]
 
     def finish(self) -> None:
         """Wait until it is written, and let it count. Every rank calls.
@@ -126,6 +127,7 @@ def start_checkpoint(
     """
     folder = _folder_of(state.step, run_dir)
     response = async_save({"training": state}, checkpoint_id=_partial(folder), process_group=group)
+    assert isinstance(response, Future)
     return PendingCheckpoint(folder, group, response)
 
 

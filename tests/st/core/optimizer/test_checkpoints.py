@@ -2,6 +2,7 @@
 """Checkpoints that load anywhere: from every layout to every other, in every way that torch has."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def save_in_the_background(folder: Path, model: nn.Module, optimizer: Muon) -> N
         process_group=background_group(),
     )
     train(model, optimizer, range(3, 4))
+    assert isinstance(written, Future)
     written.result()
 
 
@@ -147,7 +149,7 @@ def load_from_rank_0(folder: Path, model: nn.Module, optimizer: Muon) -> None:
 def load_plainly(folder: Path, model: nn.Module, optimizer: Muon) -> None:
     """Whole tensors straight into ``load_state_dict``: each rank cuts its part."""
     model_state, optimizer_state = torch.load(folder / "whole.pt", weights_only=True)
-    set_model_state_dict(model, model_state, options=FROM_RANK_0)
+    set_model_state_dict(model, model_state if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
     number = {name: i for i, name in enumerate(optimizer_state["state"])}
     optimizer.load_state_dict(
         {
@@ -181,15 +183,16 @@ LOADS: dict[str, tuple[str, Save]] = {
 
 def save(folder: str, layout: str, ways: list[str]) -> None:
     """Train and save; beside the checkpoints, what state and weights are, and two steps later."""
+    model, optimizer = build(LAYOUTS[layout])
+    train(model, optimizer, range(3))
+    state, weights = whole_state(model, optimizer), whole_weights(model)
+    train(model, optimizer, range(3, 5))
+    later = whole_weights(model)
     for way in ways:
         Path(folder).mkdir(exist_ok=True)
         model, optimizer = build(LAYOUTS[layout])
         train(model, optimizer, range(3))
-        state, weights = whole_state(model, optimizer), whole_weights(model)
         SAVES[way](Path(folder, way), model, optimizer)
-    model, optimizer = build(LAYOUTS[layout])
-    train(model, optimizer, range(5))
-    later = whole_weights(model)
     if dist.get_rank() == 0:
         torch.save((state, weights, later), Path(folder, "due.pt"))
     dist.barrier()

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from examples import checkpoint
@@ -64,7 +64,7 @@ def go_on(state: TrainingState, num_steps: int) -> None:
 
 def what_is(state: TrainingState) -> Due:
     due = whole_state(state.model, state.optimizer), whole_weights(state.model)
-    return *due, state.scheduler.get_last_lr()[0]
+    return *due, float(state.scheduler.get_last_lr()[0])
 
 
 @cache

@@ -34,7 +34,7 @@ def make() -> Muon:
     return optimizer
 
 
-def edited(edit: Callable[[StateDict], None]) -> StateDict:
+def edited(edit: Callable[[StateDict], object]) -> StateDict:
     state = copy.deepcopy(make().state_dict())
     edit(state)
     return state

@@ -28,7 +28,7 @@ def parameters() -> dict[str, nn.Parameter]:
 
 def ours(params: dict[str, nn.Parameter], **settings: Any) -> Muon:
     """All parameters in one optimizer, matrices in another order and in two groups."""
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [(name, params[name]) for name in ("square", "up")]},
         {"params": [(name, params[name]) for name in ("bias", "table")], "algorithm": "adamw"},
         {"params": [("down", params["down"])]},
