@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from hyper_parallel.core.optimizer.bucket import Bucket, PlannedParam, owner_loads
+from hyper_parallel.core.optimizer.memory import peak_extra_bytes
 from hyper_parallel.core.optimizer.routes import exchanges_of
 
 
@@ -151,29 +152,6 @@ def _domain_rows(
             )
         )
     return rows
-
-
-def peak_extra_bytes(params: Sequence[PlannedParam], buckets: Sequence[Bucket], rank: int) -> int:
-    """Upper bound on what a step allocates on a rank: two buckets and their packets.
-
-    Args:
-        params: The plan's parameters.
-        buckets: Buckets that follow each other.
-        rank: Global rank.
-
-    Returns:
-        The bytes.
-    """
-    sizes = sorted((_bucket_bytes(params, bucket, rank) for bucket in buckets), reverse=True)
-    return sum(sizes[:2])
-
-
-def _bucket_bytes(params: Sequence[PlannedParam], bucket: Bucket, rank: int) -> int:
-    owned = sum(m.matrix.numel for m in bucket.matrices if m.owner == rank)
-    numel = owned * 4  # the matrices and the working set of Newton-Schulz
-    for exchange in exchanges_of(params, bucket, rank):
-        numel += exchange.numel_sent() + exchange.numel_received()
-    return numel * bucket.itemsize
 
 
 def _route_text(buckets: Sequence[Bucket]) -> str:

@@ -13,10 +13,10 @@ import pytest
 from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Orthogonalization, PlannedParam
 from hyper_parallel.core.optimizer.forms import Form, form_flops
 from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.memory import peak_extra_bytes
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import build_plan
 from hyper_parallel.core.optimizer.report import (
-    peak_extra_bytes,
     quantity,
     ranks_text,
     received_bytes,
@@ -272,12 +272,12 @@ def test_received_bytes_of_hsdp_are_half_in_and_the_shard_out() -> None:
     assert received == [64, 64, 64, 64]  # the owner on the way in, all others on the way back
 
 
-def test_peak_extra_bytes_is_that_of_the_two_largest_buckets() -> None:
+def test_peak_extra_bytes_is_that_of_the_buckets_in_flight() -> None:
     params = [param(name=f"w{i}") for i in range(16)]
     plan = plan_of(*params, bucket_bytes=128)
     assert len(plan.buckets) > 2
     each = [peak_extra_bytes(plan.params, [bucket], 0) for bucket in plan.buckets]
-    assert peak_extra_bytes(plan.params, plan.buckets, 0) == sum(sorted(each)[-2:])
+    assert max(each) < peak_extra_bytes(plan.params, plan.buckets, 0) <= 3 * max(each)
     whole = plan_of(*params)
     assert sum(sorted(each)[-2:]) < peak_extra_bytes(whole.params, whole.buckets, 0)
 

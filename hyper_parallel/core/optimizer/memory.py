@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most memory that a step allocates on a rank, tensor by tensor. No torch.
+
+[Note: what a step allocates]
+Owned matrices, packets and updates, the directions that are packed, and the working set of
+Newton-Schulz. This module plays a step in the executor's order and keeps a ledger of what is alive.
+Not in it: what the parameters, gradients and momentum take anyway, what a kernel allocates and
+frees within itself, and scalars.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hyper_parallel.core.optimizer.bucket import (
+    HEADER_BYTES,
+    Bucket,
+    Orthogonalization,
+    PlannedParam,
+)
+from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
+from hyper_parallel.core.optimizer.forms import Form
+from hyper_parallel.core.optimizer.rank_routes import RankRoutes, rank_routes
+from hyper_parallel.core.optimizer.routes import Exchange
+
+NORM_CHUNK_NUMEL: Final = 2**22
+"""Elements squared at once for a norm; ``polar.py`` takes it from here."""
+
+
+def orthogonalize_bytes(
+    form: Form, shape: tuple[int, int], *, count: int, dtype: str, wire_dtype: str
+) -> int:
+    """Most bytes alive at once while matrices of one shape are orthogonalized, result included.
+
+    Args:
+        form: The form of the iteration.
+        shape: Rows and columns of a matrix.
+        count: Matrices of the batch.
+        dtype: Name of the dtype that the iteration runs in.
+        wire_dtype: Name of the dtype that they come in and the result has.
+
+    Returns:
+        Bytes, without the matrices that come in.
+
+    Example:
+        >>> orthogonalize_bytes(
+        ...     Form(), (64, 256), count=1, dtype="float32", wire_dtype="float32"
+        ... ) // (64 * 256 * 4)
+        2
+    """
+    n, m = min(shape), max(shape)
+    size, numel = ITEMSIZE[dtype], n * m * count
+    wide = max(4, size, ITEMSIZE[wide_name(wire_dtype)])
+    # The scaled copy, and beside it the squares of a chunk or the rounded copy.
+    rows_per_chunk = max(1, NORM_CHUNK_NUMEL * n // numel) if numel else 1
+    squares = min(numel, rows_per_chunk * m * count) * wide
+    rounded = numel * size if wide != size else 0
+    norms = 2 * count * (n + 4) * wide  # of rows and of matrices, and what is made from them
+    normalize = numel * wide + max(squares, rounded) + norms
+    together = form.batched or count == 1
+    batch = count if together else 1
+    kept = 0 if together else numel * size  # the results replace the normalized matrices
+    result = numel * ITEMSIZE[wire_dtype] if wire_dtype != dtype else 0
+    return max(normalize, kept + batch * _iterate_bytes(form, n, m, size), numel * size + result)
+
+
+def wide_name(dtype: str) -> str:
+    """The dtype that matrices of a dtype are normalized in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _iterate_bytes(form: Form, n: int, m: int, size: int) -> int:
+    """Most bytes alive at once for one matrix, the normalized matrix included."""
+    matrix, square = n * m * size, n * n * size
+    if form.kind == "standard":
+        return matrix + max(2 * square, square + matrix)
+    chain_size = ITEMSIZE[form.chain_dtype or "float32"]
+    chain = n * n * chain_size
+    copy = n * m * chain_size if chain_size != size else 0
+    rounded = square if chain_size != size else 0
+    # R beside X; then R, Z, Q and a new one of them; then Q, its rounded copy and the new X.
+    return matrix + max(copy + chain, 4 * chain, chain + rounded + matrix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Bytes of what one rank allocates for one bucket."""
+
+    batches: tuple[int, ...]
+    working: tuple[int, ...]
+    directions: int
+    gather_out: int
+    gather_in: int
+    scatter_out: int
+    scatter_in: int
+    relay_out: int
+    relay_in: int
+    headers: int
+
+
+def _sizes(params: Sequence[PlannedParam], routes: RankRoutes, rank: int, storage: int) -> _Sizes:
+    bucket, relay = routes.bucket, routes.relay
+    gather, scatter = routes.gather, routes.scatter
+    batches: dict[tuple[Orthogonalization, tuple[int, ...], int, int], int] = {}
+    for planned in bucket.matrices:
+        if planned.owner == rank:
+            matrix = planned.matrix
+            box_shape = tuple(stop - start for start, stop in matrix.box)
+            work = params[planned.param].work
+            key = (work, box_shape, matrix.num_rows, matrix.num_cols)
+            batches[key] = batches.get(key, 0) + 1
+    size = bucket.itemsize
+    return _Sizes(
+        batches=tuple(rows * cols * n * size for (_, _, rows, cols), n in batches.items()),
+        working=tuple(
+            orthogonalize_bytes(
+                work.form(rows, cols),
+                (rows, cols),
+                count=count,
+                dtype=work.dtype,
+                wire_dtype=bucket.wire_dtype,
+            )
+            for (work, _, rows, cols), count in batches.items()
+        ),
+        directions=routes.packed_numel * storage,
+        gather_out=gather.numel_sent() * size + gather.header_bytes(),
+        gather_in=gather.numel_received() * size + gather.header_bytes(),
+        scatter_out=scatter.numel_sent() * size + scatter.header_bytes(),
+        scatter_in=scatter.numel_received() * size + scatter.header_bytes(),
+        relay_out=0 if relay is None else _relay_bytes(relay.numel_sent(), relay, size),
+        relay_in=0 if relay is None else _relay_bytes(relay.numel_received(), relay, size),
+        headers=2 * HEADER_BYTES * len(bucket.ranks),
+    )
+
+
+def _relay_bytes(numel: int, relay: Exchange, size: int) -> int:
+    return numel * size + relay.header_bytes()
+
+
+@dataclass(slots=True)
+class _Flight:
+    bucket: Bucket
+    sizes: _Sizes
+    is_opened: bool = False  # the step holds it to its end
+    is_gathered: bool = False
+    is_computed: bool = False
+    is_here: bool = False
+    held: int = 0  # alive until the flight is dropped
+
+
+@dataclass(slots=True)
+class _Ledger:
+    alive: int = 0
+    peak: int = 0
+
+    def take(self, nbytes: int) -> int:
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+        return nbytes
+
+    def drop(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+    def start(self, bucket: Bucket, sizes: _Sizes) -> _Flight:
+        flight = _Flight(bucket, sizes)
+        flight.held += self.take(sum(sizes.batches))
+        packet = self.take(sizes.gather_out)
+        self.drop(self.take(sizes.directions))
+        if bucket.gathers:
+            self.take(sizes.gather_in)
+        else:
+            self.drop(packet)
+        return flight
+
+    def gathered(self, flight: _Flight) -> None:
+        if flight.bucket.gathers and not flight.is_gathered:
+            flight.is_gathered = True
+            self.take(flight.sizes.headers)
+            self.drop(flight.sizes.headers + flight.sizes.gather_out + flight.sizes.gather_in)
+
+    def compute(self, flight: _Flight) -> None:
+        if flight.is_computed:
+            return
+        self.gathered(flight)
+        for working in flight.sizes.working:
+            self.drop(self.take(working))
+        if flight.bucket.scatters:
+            self.take(flight.sizes.scatter_out)
+            flight.held += self.take(flight.sizes.scatter_in)
+        flight.is_computed = True
+
+    def arrive(self, flight: _Flight) -> None:
+        if flight.is_here:
+            return
+        flight.is_here = True
+        if flight.bucket.scatters:
+            self.take(flight.sizes.headers)
+            self.drop(flight.sizes.headers + flight.sizes.scatter_out)
+        if flight.bucket.scatters and flight.bucket.route == "staged":
+            packet = self.take(flight.sizes.relay_out)
+            flight.held += self.take(flight.sizes.relay_in)
+            self.drop(packet)
+
+    def open(self, bucket: Bucket, sizes: _Sizes) -> _Flight:
+        flight = self.start(bucket, sizes)
+        flight.is_opened = True
+        self.gathered(flight)
+        if not bucket.gathers or bucket.route == "staged":
+            self.compute(flight)
+            self.arrive(flight)
+        return flight
+
+    def finish(self, flight: _Flight) -> None:
+        self.arrive(flight)
+        if not flight.is_opened:
+            self.drop(flight.held)
+
+    def pipeline(self, current: _Flight, rest: Sequence[tuple[Bucket, _Sizes]]) -> None:
+        returning: _Flight | None = None
+        for bucket, sizes in rest:
+            upcoming = self.start(bucket, sizes)
+            self.compute(current)
+            if returning is not None:
+                self.finish(returning)
+            returning, current = current, upcoming
+        self.compute(current)
+        if returning is not None:
+            self.finish(returning)
+        self.finish(current)
+
+
+def step_bytes(
+    params: Sequence[PlannedParam],
+    routes: Sequence[RankRoutes],
+    rank: int,
+    *,
+    storage_dtype: str = "float32",
+) -> int:
+    """Most bytes that a step allocates on a rank at once; see [Note: what a step allocates].
+
+    Args:
+        params: The plan's parameters.
+        routes: Those of the rank, in the order of the plan.
+        rank: Global rank.
+        storage_dtype: The wider of the dtypes of gradients and momentum.
+
+    Returns:
+        Bytes: never less than what is allocated, and little more.
+    """
+    ledger = _Ledger()
+    domains: dict[tuple[int, ...], list[tuple[Bucket, _Sizes]]] = {}
+    alone: list[tuple[Bucket, _Sizes]] = []
+    for one in routes:
+        sizes = _sizes(params, one, rank, ITEMSIZE[storage_dtype])
+        bucket = one.bucket
+        where = domains.setdefault(bucket.ranks, []) if bucket.num_collectives else alone
+        where.append((bucket, sizes))
+    opened = [ledger.open(*programs[0]) for programs in domains.values()]
+    for flight, programs in zip(opened, domains.values(), strict=True):
+        ledger.pipeline(flight, programs[1:])
+    for bucket, sizes in alone:
+        ledger.pipeline(ledger.start(bucket, sizes), [])
+    return ledger.peak
+
+
+def peak_extra_bytes(params: Sequence[PlannedParam], buckets: Sequence[Bucket], rank: int) -> int:
+    """Most bytes that a step allocates on a rank at once, for float32 gradients and momentum.
+
+    Args:
+        params: The plan's parameters.
+        buckets: Buckets that the rank takes part in, in the order of the plan.
+        rank: Global rank.
+
+    Returns:
+        The bytes.
+    """
+    return step_bytes(params, rank_routes(params, buckets, rank), rank)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report in a terminal: quiet, at most a hundred columns."""
+
+from typing import Final
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hyper_parallel.core.optimizer.choices import GroupChoice
+from hyper_parallel.core.optimizer.report import quantity
+from hyper_parallel.core.optimizer.timeline import LANES
+from hyper_parallel.reports.report import Report, duration
+
+WIDTH: Final = 100
+_LARGEST_SHAPE_LIST: Final = 4
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print a report.
+
+    Args:
+        report: The report.
+        console: Where to. None means the terminal, at most :data:`WIDTH` columns.
+    """
+    if console is None:
+        console = Console(highlight=False)
+        console.width = min(console.width, WIDTH)
+    console.print(render(report))
+
+
+def render(report: Report) -> RenderableType:
+    """A report as something that ``rich`` prints.
+
+    Args:
+        report: The report.
+
+    Returns:
+        Headlines, the busiest rank, and the strategies of each group.
+    """
+    simulation = report.simulation
+    title = Text.assemble(
+        (report.title, "bold"), f"  on {report.hardware.name}, {report.mesh_text}"
+    )
+    facts = Text(
+        f"{simulation.num_params:,} parameters, {simulation.num_matrices:,} matrices, "
+        f"{simulation.num_elements / 1e9:,.3g} billion elements; "
+        f"{simulation.num_buckets} buckets of at most {quantity(simulation.bucket_bytes, 'B')}",
+        style="dim",
+    )
+    parts: list[RenderableType] = [title, facts, "", _headlines(report), "", *_busiest(report)]
+    for choice in report.choices:
+        parts += ["", *_group(choice)]
+    if report.scaling:
+        parts += ["", _scaling(report)]
+    return Group(*parts)
+
+
+def _table(*titles: str, first_is_text: int = 1) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False)
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="left" if i < first_is_text else "right")
+    return table
+
+
+def _headlines(report: Report) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(justify="right", style="bold cyan", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim")
+    for headline in report.headlines():
+        table.add_row(headline.value, headline.label, headline.note)
+    return table
+
+
+def _busiest(report: Report) -> list[RenderableType]:
+    simulation, busiest = report.simulation, report.simulation.busiest
+    table = _table(f"rank {busiest.rank}, the busiest", *LANES)
+    times = [duration(busiest.seconds_by_lane[lane]) for lane in LANES]
+    table.add_row("time in each lane", *times)
+    axes = {name: nbytes for name, nbytes in busiest.received_by_axis.items() if nbytes}
+    texts = [f"{quantity(n, 'B')} over {name}" for name, n in axes.items()]
+    share = busiest.flops / (simulation.mean_flops or 1)
+    facts = (
+        f"{busiest.num_matrices} matrices, {quantity(busiest.flops, 'FLOP')}, {share:.2f} of the "
+        f"mean; receives {', '.join(texts) or 'nothing'}"
+    )
+    return [table, Text(facts, style="dim")]
+
+
+def _group(choice: GroupChoice) -> list[RenderableType]:
+    mesh = " x ".join(map(str, choice.mesh_shape)) or "1"
+    head = Text.assemble(
+        (choice.placements, "bold"),
+        f" on {mesh}: {choice.num_params} parameters, {choice.num_matrices:,} matrices ",
+        (f"({_shapes(choice)})", "dim"),
+    )
+    table = _table("strategy", "time", "FLOP", "received", "memory")
+    for i, strategy in enumerate(choice.strategies):
+        table.add_row(
+            f"{'>' if i == 0 else ' '} {strategy.name}",
+            duration(strategy.seconds),
+            quantity(strategy.flops, "FLOP"),
+            quantity(strategy.received_bytes, "B"),
+            quantity(strategy.memory_bytes, "B"),
+            style="" if i == 0 else "dim",
+        )
+    words = " ".join(text for text in (choice.reason, choice.bound, choice.advice) if text)
+    return [head, Padding(table, (0, 0, 0, 2)), Padding(Text(words), (0, 0, 0, 2))]
+
+
+def _shapes(choice: GroupChoice) -> str:
+    shown = [f"{n:,} of {rows} x {cols}" for rows, cols, n in choice.shapes[:_LARGEST_SHAPE_LIST]]
+    return ", ".join(shown + ["..."] * (len(choice.shapes) > _LARGEST_SHAPE_LIST))
+
+
+def _scaling(report: Report) -> Table:
+    table = _table("ranks", "mesh", "step", "FLOP, busiest", "received", "memory", "idle ranks")
+    here = len(report.simulation.ranks)
+    for point in report.scaling:
+        table.add_row(
+            f"{point.num_ranks:,}",
+            " x ".join(map(str, point.mesh_shape)),
+            duration(point.step_s),
+            quantity(point.max_flops, "FLOP"),
+            quantity(point.received_bytes, "B"),
+            quantity(point.peak_extra_bytes, "B"),
+            f"{point.num_idle:,}",
+            style="" if point.num_ranks == here else "dim",
+        )
+    return table
