@@ -3,11 +3,12 @@
 
 import textwrap
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from hyper_parallel.core.optimizer.timeline import LANES
@@ -35,8 +36,10 @@ def write_png(report: Report, path: str | Path) -> None:
         report: The report.
         path: Where.
     """
-    figure = Figure(figsize=(16, 9), dpi=100, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(rect=(0.03, 0.02, 0.95, 0.66), hspace=0.12, wspace=0.05)
+    figure = Figure(figsize=(16, 9), dpi=100, facecolor="white")
+    figure.set_layout_engine(
+        ConstrainedLayoutEngine(rect=(0.03, 0.02, 0.95, 0.65), hspace=0.12, wspace=0.05)
+    )
     FigureCanvasAgg(figure)
     figure.text(0.04, 0.93, report.title, fontsize=26, fontweight="bold", color=_INK)
     figure.text(
@@ -50,12 +53,12 @@ def write_png(report: Report, path: str | Path) -> None:
         figure.text(left, 0.76, note, va="top", **_soft(11))
     grid = figure.add_gridspec(2, 2)
     drawn = (_draw_load, _draw_timeline, _draw_traffic, _draw_scaling)
-    for place, draw in zip(grid, drawn, strict=True):
-        draw(figure.add_subplot(place), report)
+    for i, draw in enumerate(drawn):
+        draw(figure.add_subplot(grid[i // 2, i % 2]), report)
     figure.savefig(path)
 
 
-def _soft(size: float) -> dict[str, object]:
+def _soft(size: float) -> dict[str, Any]:
     return {"fontsize": size, "color": _SOFT}
 
 

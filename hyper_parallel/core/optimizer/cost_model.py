@@ -133,9 +133,10 @@ def products_of(
     return (*made, Product(n, n, m, dtype, starts))
 
 
-# Passes over the elements of a matrix when it is normalized: two reductions, a scaled copy in
-# float32, the sum of its squares, a division, and a rounded copy. Reads and writes.
-_NORMALIZE_NUMBERS: Final = {"read": 3, "float32": 7, "written": 1}
+# Passes over the elements of a matrix when it is normalized: it is widened, reduced twice, scaled,
+# its squares are summed, and it is divided and rounded; then it is written back.
+_NARROW_PASSES: Final = 4
+_WIDE_PASSES: Final = 7
 _NORMALIZE_OPERATIONS: Final = 14
 
 
@@ -176,15 +177,16 @@ def orthogonalize_seconds(
         # What a core multiplies lies in its caches: only devices are held up by their memory.
         one = computing if hardware.device_type == "cpu" else max(computing, moving)
         seconds += one * count + hardware.operation_s * product.count * (count / together)
-    return seconds + _normalize_seconds(shape, hardware, dtype=dtype, count=count)
+    return seconds + _normalize_seconds(
+        shape, hardware, dtype=dtype, count=count, together=together
+    )
 
 
 def _normalize_seconds(
-    shape: tuple[int, int], hardware: Hardware, *, dtype: str, count: int
+    shape: tuple[int, int], hardware: Hardware, *, dtype: str, count: int, together: int
 ) -> float:
     itemsize = ITEMSIZE[dtype]
-    wide = max(itemsize, 4)
-    numbers = _NORMALIZE_NUMBERS
-    per_element = (numbers["read"] + numbers["written"]) * itemsize + numbers["float32"] * wide
+    per_element = _NARROW_PASSES * itemsize + _WIDE_PASSES * max(itemsize, 4)
     nbytes = shape[0] * shape[1] * count * per_element
-    return nbytes / hardware.memory_bytes_per_s + _NORMALIZE_OPERATIONS * hardware.operation_s
+    launches = _NORMALIZE_OPERATIONS * hardware.operation_s * (count / together)
+    return nbytes / hardware.memory_bytes_per_s + launches

@@ -23,14 +23,15 @@ from hyper_parallel.core.optimizer.forms import Form
 from hyper_parallel.core.optimizer.rank_routes import RankRoutes, rank_routes
 from hyper_parallel.core.optimizer.routes import Exchange
 
-NORM_CHUNK_NUMEL: Final = 2**22
-"""Elements squared at once for a norm; ``polar.py`` takes it from here."""
+# As in ``polar.py``: how many elements are squared at once where rows are longer than that.
+_NORM_CHUNK_NUMEL: Final = 2**22
+_LONGEST_SERIAL_SUM: Final = 4096
 
 
 def orthogonalize_bytes(
     form: Form, shape: tuple[int, int], *, count: int, dtype: str, wire_dtype: str
 ) -> int:
-    """Most bytes alive at once while matrices of one shape are orthogonalized, result included.
+    """Most bytes alive at once while matrices of one shape are orthogonalized in place.
 
     Args:
         form: The form of the iteration.
@@ -40,33 +41,24 @@ def orthogonalize_bytes(
         wire_dtype: Name of the dtype that they come in and the result has.
 
     Returns:
-        Bytes, without the matrices that come in.
+        Bytes, without the matrices themselves.
 
     Example:
         >>> orthogonalize_bytes(
-        ...     Form(), (64, 256), count=1, dtype="float32", wire_dtype="float32"
+        ...     Form(batched=False), (64, 256), count=9, dtype="float32", wire_dtype="float32"
         ... ) // (64 * 256 * 4)
         2
     """
-    n, m = min(shape), max(shape)
-    size, numel = ITEMSIZE[dtype], n * m * count
-    wide = max(4, size, ITEMSIZE[wide_name(wire_dtype)])
+    together = count if form.batched else min(count, 1)
+    rows, cols = shape
+    size, numel = ITEMSIZE[dtype], rows * cols * together
+    wide = ITEMSIZE["float64" if "float64" in (dtype, wire_dtype) else "float32"]
     # The scaled copy, and beside it the squares of a chunk or the rounded copy.
-    rows_per_chunk = max(1, NORM_CHUNK_NUMEL * n // numel) if numel else 1
-    squares = min(numel, rows_per_chunk * m * count) * wide
-    rounded = numel * size if wide != size else 0
-    norms = 2 * count * (n + 4) * wide  # of rows and of matrices, and what is made from them
-    normalize = numel * wide + max(squares, rounded) + norms
-    together = form.batched or count == 1
-    batch = count if together else 1
-    kept = 0 if together else numel * size  # the results replace the normalized matrices
-    result = numel * ITEMSIZE[wire_dtype] if wire_dtype != dtype else 0
-    return max(normalize, kept + batch * _iterate_bytes(form, n, m, size), numel * size + result)
-
-
-def wide_name(dtype: str) -> str:
-    """The dtype that matrices of a dtype are normalized in."""
-    return "float64" if dtype == "float64" else "float32"
+    chunk = max(1, _NORM_CHUNK_NUMEL * rows // numel) * cols * together if numel else 0
+    squares = min(numel, chunk) * wide if cols > _LONGEST_SERIAL_SUM else 0
+    norms = 2 * together * (rows + 4) * wide  # of rows and of matrices, and what is made from them
+    normalize = numel * wide + max(squares, numel * size) + norms
+    return max(normalize, together * _iterate_bytes(form, min(shape), max(shape), size))
 
 
 def _iterate_bytes(form: Form, n: int, m: int, size: int) -> int:

@@ -7,7 +7,7 @@ are predictions.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -304,8 +304,7 @@ def rank_step(
         num_matrices=len(owned),
         num_collectives=sum(one.bucket.num_collectives for one in routes),
         received_bytes=sum(by_link.values()),
-        received_by_axis={name: by_axis[name] for name in axis_names}
-        | dict(sorted(by_axis.items())),
+        received_by_axis={name: by_axis[name] for name in _axis_keys(by_axis, axis_names)},
         received_by_link={kind: by_link[kind] for kind in ("within_node", "between_nodes")},
         peak_extra_bytes=step_bytes(plan.params, routes, rank, storage_dtype=storage),
         momentum_bytes=held * ITEMSIZE[storage],
@@ -322,6 +321,11 @@ def _received(exchange: Exchange, itemsize: int, rank: int) -> dict[int, int]:
         for peer in exchange.ranks
         if peer != rank
     }
+
+
+def _axis_keys(found: Iterable[str], axis_names: Sequence[str]) -> list[str]:
+    several = set(found) - set(axis_names)
+    return [*axis_names, *sorted(several, key=lambda name: (name.count("+"), name))]
 
 
 def _axis(mesh: MeshLayout, rank: int, peer: int, axis_names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from hyper_parallel.core.optimizer.bucket import PlannedParam
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
 from hyper_parallel.core.optimizer.hardware import Hardware
 from hyper_parallel.core.optimizer.plan import Plan
-from hyper_parallel.core.optimizer.rank_routes import RankRoutes, numel_of
+from hyper_parallel.core.optimizer.rank_routes import RankRoutes
 from hyper_parallel.core.optimizer.routes import Cargo, Exchange
 from hyper_parallel.core.optimizer.traffic import (
     compute_seconds,
@@ -102,7 +102,6 @@ def bucket_costs(
     bucket, stored_size, wire = routes.bucket, ITEMSIZE[storage_dtype], routes.bucket.itemsize
     gather, scatter = routes.gather, routes.scatter
     received = gather.numel_received()
-    owned = received + numel_of(gather.keeps)
     loads = {
         owner: compute_seconds(counts, hardware)
         for owner, counts in work_by_owner(params, bucket).items()
@@ -124,8 +123,7 @@ def bucket_costs(
     return BucketCosts(
         number=routes.number,
         prepare_s=passes(
-            routes.packed_numel * (_PREPARE_STORED * stored_size + 2 * wire)
-            + (owned + gather.numel_sent()) * wire,
+            routes.packed_numel * (_PREPARE_STORED * stored_size + wire),
             _num_pieces(gather.sends) + len(gather.keeps),
             "prepare",
         ),
@@ -133,7 +131,7 @@ def bucket_costs(
         fill_s=passes(2 * received * wire, _num_pieces(gather.receives), "fill"),
         compute_s=max(loads.get(rank, 0.0), crowd if rank in loads else 0.0),
         slowest_s=max(slowest, crowd),
-        pack_s=passes(3 * scatter.numel_sent() * wire, _num_pieces(scatter.sends), "pack"),
+        pack_s=passes(2 * scatter.numel_sent() * wire, _num_pieces(scatter.sends), "pack"),
         scatter_s=seconds(scatter, runs=bucket.scatters),
         relay_s=seconds(routes.relay, runs=True),
         apply_s=passes(

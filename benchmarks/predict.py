@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted against measured steps on this machine: ``python -m benchmarks.predict``.
+
+The machine is calibrated first, unless a hardware file is given. Then each scenario of
+``benchmarks.steps`` runs on real ranks, and the very plan that runs is simulated.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.steps_ranks import GRAD_SEED, WARM_UP, Entry
+from benchmarks.steps_work import SCENARIOS, Job, make_mesh, whole_tensors, work_of
+from hyper_parallel import Muon
+from hyper_parallel.calibration import calibrate
+from hyper_parallel.core.optimizer.hardware import Hardware, load_hardware, save_hardware
+from hyper_parallel.core.optimizer.plan import Plan
+from hyper_parallel.core.optimizer.report import table
+from hyper_parallel.core.optimizer.simulation import Simulation, simulate
+from hyper_parallel.core.optimizer.timeline import LANES
+from tests.dist import run_ranks
+
+RANKS = 4
+CLOSE = 0.25
+
+
+@dataclass(frozen=True)
+class Line:
+    """A scenario's prediction and measurement."""
+
+    scenario: str
+    size: int
+    simulation: Simulation
+    measured_s: float
+    quartiles_s: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.simulation.step_s / self.measured_s - 1
+
+
+def main(argv: Sequence[str] | None = None) -> list[Line]:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name. None takes ``sys.argv``.
+
+    Returns:
+        One line per scenario and size.
+    """
+    parser = argparse.ArgumentParser(prog="predict.py", description=__doc__)
+    parser.add_argument("--hardware", type=Path, help="hardware file; calibrate if not given")
+    parser.add_argument("--size", type=int, action="append", help="width d; may be repeated")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
+    parser.add_argument("--output", type=Path, help="folder for predicted.md and hardware.json")
+    arguments = parser.parse_args(argv)
+    hardware = load_hardware(arguments.hardware) if arguments.hardware else _calibrated()
+    lines = [
+        _line(Job(scenario, RANKS, size), hardware, arguments.rounds)
+        for size in arguments.size or [256]
+        for scenario in SCENARIOS
+    ]
+    text = markdown(lines, hardware)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "predicted.md").write_text(text)
+        save_hardware(hardware, arguments.output / "hardware.json")
+    return lines
+
+
+def _calibrated() -> Hardware:
+    return calibrate(RANKS, progress=lambda what, done: _say(f"{done:4.0%} {what}"))
+
+
+def _line(job: Job, hardware: Hardware, rounds: int) -> Line:
+    _say(f"{SCENARIOS[job.scenario]}, d = {job.size}")
+    seen = run_ranks(job.ranks, step_times, job, rounds, timeout_s=300)
+    slowest = [max(times) for times in zip(*(times for _, times in seen), strict=True)]
+    first, median, third = statistics.quantiles(slowest, n=4, method="inclusive")
+    plan: Plan = seen[0][0]
+    return Line(job.scenario, job.size, simulate(plan, hardware), median, (first, third))
+
+
+def step_times(job: Job, rounds: int) -> tuple[Plan, list[float]]:
+    """Step on this rank.
+
+    Args:
+        job: What to step on.
+        rounds: Timed steps.
+
+    Returns:
+        The plan that ran, and the seconds of each step.
+    """
+    work = work_of(job)
+    mesh = make_mesh(work)
+    entry = Entry("ours", work, mesh, whole_tensors(work, GRAD_SEED))
+    times: list[float] = []
+    for number in range(WARM_UP + rounds):
+        entry.refresh()
+        dist.barrier()
+        took, _ = entry.step()
+        if number >= WARM_UP:
+            times.append(took)
+    assert isinstance(entry.stepper, Muon)
+    return entry.stepper.plan, times
+
+
+def markdown(lines: Sequence[Line], hardware: Hardware) -> str:
+    """The table.
+
+    Args:
+        lines: Its lines.
+        hardware: What was predicted from.
+
+    Returns:
+        Markdown.
+    """
+    close = sum(abs(line.error) <= CLOSE for line in lines)
+    rows = [
+        (
+            SCENARIOS[line.scenario],
+            str(line.size),
+            f"{line.simulation.step_s * 1e3:.1f}",
+            f"{line.measured_s * 1e3:.1f}",
+            " to ".join(f"{1e3 * s:.1f}" for s in line.quartiles_s),
+            f"{line.error:+.0%}",
+            *(f"{1e3 * line.simulation.busiest.seconds_by_lane[lane]:.1f}" for lane in LANES),
+        )
+        for line in lines
+    ]
+    header = ("scenario", "d", "predicted ms", "measured ms", "quartiles", "error", *LANES)
+    first, rule, *rest = table(header, rows)
+    rates = ", ".join(
+        f"{dtype} {rate.peak_flops_per_s / 1e9:.0f} GFLOP/s, half at {rate.half_size:.0f}"
+        for dtype, rate in hardware.matrix_rates.items()
+    )
+    link = hardware.within_node
+    return "\n".join(
+        [
+            "# Predicted against measured",
+            "",
+            f"{close} of {len(lines)} are within {CLOSE:.0%}. Measured is the median over steps of "
+            f"the slowest of {RANKS} gloo ranks with one thread each; the last columns are what "
+            "the prediction consists of, in ms.",
+            "",
+            f"Hardware: {hardware.source}; {hardware.cores_per_node} cores. {rates}; memory "
+            f"{hardware.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
+            f"{hardware.operation_s * 1e6:.1f} us; all-to-all {link.latency_s * 1e6:.0f} us a peer "
+            f"and {link.bytes_per_s / 1e9:.2f} GB/s.",
+            "",
+            "```text",
+            first,
+            rule,
+            *rest,
+            "```",
+            "",
+        ]
+    )
+
+
+def _say(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

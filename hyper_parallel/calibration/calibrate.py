@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure this machine in under a minute, and say what was found as a hardware record."""
+
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from hyper_parallel.calibration.compute_rates import (
+    measure_matrix_rate,
+    measure_memory_rate,
+    measure_operation,
+)
+from hyper_parallel.calibration.exchange_rates import fit_link, measure_exchanges
+from hyper_parallel.core.optimizer.hardware import Hardware, Link, MatrixRate
+
+Progress = Callable[[str, float], None]
+"""Told what is measured now, and how much of all is done, from 0 to 1."""
+
+DTYPES: Final = ("bfloat16", "float32", "float64")
+_SHARES: Final = {"operation": 0.02, "memory": 0.08, "matrix": 0.9}
+_START_UP_S: Final = 15  # of ranks, and their exchanges
+_TIMEOUT: Final = timedelta(seconds=120)
+
+
+def calibrate(
+    num_ranks: int | None = None,
+    *,
+    budget_s: float = 45,
+    name: str | None = None,
+    progress: Progress = lambda _what, _done: None,
+) -> Hardware:
+    """Measure matrix products, memory and exchanges of this machine.
+
+    As many ranks as can run at once measure beside each other, as they would in a step. On a CPU
+    each has one thread.
+
+    Args:
+        num_ranks: Ranks of a node. None means one per GPU, or one per core.
+        budget_s: Seconds to take, about; at least 20.
+        name: What to call it. None means the machine's name.
+        progress: Told what goes on.
+
+    Returns:
+        The hardware, to be written by
+        :func:`~hyper_parallel.core.optimizer.hardware.save_hardware`.
+
+    Raises:
+        ValueError: If ``num_ranks`` or ``budget_s`` is too small.
+    """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    at_once = torch.cuda.device_count() if device_type == "cuda" else (cores or 1)
+    num_ranks = at_once if num_ranks is None else num_ranks
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
+    if budget_s < _START_UP_S + 5:
+        raise ValueError(f"budget_s: expected at least {_START_UP_S + 5}, got {budget_s}")
+    at_once = min(at_once, num_ranks)
+    progress(f"matrix products and memory, on {at_once} ranks at once", 0.0)
+    alone = _on_ranks(_Task("rates", at_once, device_type, budget_s - _START_UP_S))
+    progress(f"all-to-all among {num_ranks} ranks", 0.8)
+    link = Link(latency_s=0.0, bytes_per_s=alone[0]["memory"])  # a rank alone exchanges nothing
+    if num_ranks > 1:
+        seen = _on_ranks(_Task("exchanges", num_ranks, device_type))
+        slowest = [(size, max(s[i][1] for s in seen)) for i, (size, _) in enumerate(seen[0])]
+        link = fit_link(slowest, num_ranks - 1)
+    progress("done", 1.0)
+    return Hardware(
+        name=name or platform.node() or device_type,
+        source=f"measured by hyper-parallel calibrate on {platform.platform(terse=True)}, "
+        f"torch {torch.__version__}, {num_ranks} ranks",
+        device_type=device_type,
+        matrix_rates={dtype: _mean_rate([rank[dtype] for rank in alone]) for dtype in DTYPES},
+        memory_bytes_per_s=statistics.fmean(rank["memory"] for rank in alone),
+        memory_bytes=_memory_bytes(device_type) / (num_ranks if device_type == "cpu" else 1),
+        operation_s=statistics.fmean(rank["operation"] for rank in alone),
+        within_node=link,
+        between_nodes=link,
+        ranks_per_node=num_ranks,
+        cores_per_node=cores if device_type == "cpu" else None,
+    )
+
+
+def _mean_rate(rates: list[MatrixRate]) -> MatrixRate:
+    return MatrixRate(
+        peak_flops_per_s=statistics.fmean(rate.peak_flops_per_s for rate in rates),
+        half_size=statistics.fmean(rate.half_size for rate in rates),
+    )
+
+
+def _memory_bytes(device_type: str) -> float:
+    if device_type == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    what: str
+    num_ranks: int
+    device_type: str
+    budget_s: float = 0.0
+
+
+def _on_ranks(task: _Task) -> list[Any]:
+    """What each rank measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_measure, args=(task, folder), nprocs=task.num_ranks)
+        paths = [Path(folder) / f"{rank}.pt" for rank in range(task.num_ranks)]
+        return [torch.load(path, weights_only=False) for path in paths]
+
+
+def _measure(rank: int, task: _Task, folder: str) -> None:
+    device = torch.device("cpu")
+    if task.device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if task.device_type == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=task.num_ranks,
+        timeout=_TIMEOUT,
+    )
+    # Both begin and end with an exchange, so that all measure at once and nobody leaves early.
+    found: Any = measure_exchanges(rank, task.num_ranks, device)
+    if task.what == "rates":
+        found = _rates(device, task.budget_s)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    measure_exchanges(rank, task.num_ranks, device)
+    dist.destroy_process_group()
+
+
+def _rates(device: torch.device, budget_s: float) -> dict[str, Any]:
+    shares = {what: share * budget_s for what, share in _SHARES.items()}
+    operation = measure_operation(device, budget_s=shares["operation"])
+    found: dict[str, Any] = {
+        "operation": operation,
+        "memory": measure_memory_rate(device, budget_s=shares["memory"]),
+    }
+    for dtype in DTYPES:
+        found[dtype] = measure_matrix_rate(
+            dtype, device, operation_s=operation, budget_s=shares["matrix"] / len(DTYPES)
+        )
+    return found

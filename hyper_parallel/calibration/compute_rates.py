@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rates of one rank: matrix products by size and dtype, passes over memory, launches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from hyper_parallel.calibration.timing import seconds_of
+from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
+from hyper_parallel.core.optimizer.cost_model import products_of
+from hyper_parallel.core.optimizer.forms import Form, form_flops
+from hyper_parallel.core.optimizer.hardware import MatrixRate
+from hyper_parallel.core.optimizer.iteration import iterate
+
+SIZES: Final = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+ASPECTS: Final = (1, 4)
+_LARGEST_FLOPS: Final = {"cpu": 4e10, "cuda": 1e14}
+_STREAM_TENSORS: Final = 16
+_STREAM_NUMEL: Final = {"cpu": 1 << 17, "cuda": 1 << 24}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Measured Newton-Schulz steps of one shape.
+
+    Attributes:
+        flops: Operations.
+        sizes: Geometric mean of the dims of each product, with its share of the operations.
+        seconds: How long they took, launches taken off.
+    """
+
+    flops: float
+    sizes: tuple[tuple[float, float], ...]
+    seconds: float
+
+
+def measure_matrix_rate(
+    dtype: str, device: torch.device, *, operation_s: float, budget_s: float
+) -> MatrixRate:
+    """Measure how fast Newton-Schulz steps run, single matrices and batches.
+
+    Args:
+        dtype: Name of the dtype.
+        device: Where.
+        operation_s: Seconds of a launch, taken off.
+        budget_s: For how long to measure, in all.
+
+    Returns:
+        The rate that fits best.
+    """
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    schedule = resolve_coefficients("jordan", 2)
+    shapes = [(n, n * aspect) for n in SIZES[kind] for aspect in ASPECTS]
+    samples: list[Sample] = []
+    for rows, cols in shapes:
+        flops = form_flops(Form(), rows, cols, len(schedule))
+        if flops > _LARGEST_FLOPS[kind] / (1 if dtype in ("bfloat16", "float16") else 8):
+            continue
+        X = torch.randn(rows, cols, device=device).to(getattr(torch, dtype)) / cols
+        took = seconds_of(
+            lambda X=X: iterate(X, schedule, Form()),  # type: ignore[misc]
+            device,
+            budget_s=budget_s / len(shapes),
+        )
+        products = products_of(Form(), rows, cols, num_steps=len(schedule), dtype=dtype)
+        samples.append(
+            Sample(
+                flops=flops,
+                sizes=tuple((product.size, product.flops / flops) for product in products),
+                seconds=max(took - 3 * len(schedule) * operation_s, took / 10),
+            )
+        )
+    return fit_matrix_rate(samples)
+
+
+def fit_matrix_rate(samples: Sequence[Sample]) -> MatrixRate:
+    """The rate whose relative errors on some samples are least in squares.
+
+    Seconds are ``a flops + b flops / size``, so this is a linear fit of ``a`` and ``b``; where one
+    of them would be negative, it is left out.
+
+    Args:
+        samples: At least one.
+
+    Returns:
+        The rate.
+
+    Example:
+        >>> true = MatrixRate(peak_flops_per_s=1e12, half_size=100.0)
+        >>> sizes = (64.0, 512.0)
+        >>> samples = [
+        ...     Sample(flops=1e9, sizes=((s, 1.0),), seconds=true.seconds(1e9, s)) for s in sizes
+        ... ]
+        >>> round(fit_matrix_rate(samples).half_size, 6)
+        100.0
+    """
+    # Both columns over the measured seconds, so that errors are relative.
+    first = [sample.flops / sample.seconds for sample in samples]
+    second = [
+        sample.flops * sum(share / size for size, share in sample.sizes) / sample.seconds
+        for sample in samples
+    ]
+    aa = sum(x * x for x in first)
+    ab = sum(x * y for x, y in zip(first, second, strict=True))
+    bb = sum(y * y for y in second)
+    determinant = aa * bb - ab * ab
+    a = b = 0.0
+    if determinant > 1e-12 * aa * bb:
+        a = (sum(first) * bb - sum(second) * ab) / determinant
+        b = (sum(second) * aa - sum(first) * ab) / determinant
+    if a <= 0 or b < 0:  # one number alone
+        return MatrixRate(peak_flops_per_s=aa / sum(first), half_size=0.0)
+    return MatrixRate(peak_flops_per_s=1 / a, half_size=b / a)
+
+
+def measure_memory_rate(device: torch.device, *, budget_s: float) -> float:
+    """Measure the passes of a step: interpolate, round, add, on more than a core's cache holds.
+
+    Args:
+        device: Where.
+        budget_s: For how long.
+
+    Returns:
+        Bytes read and written, together, a second.
+    """
+    numel = _STREAM_NUMEL["cpu" if device.type == "cpu" else "cuda"]
+    wide = [torch.randn(numel, device=device) for _ in range(3 * _STREAM_TENSORS)]
+    grads, momenta, weights = (wide[i::3] for i in range(3))
+    narrow = [torch.empty(numel, dtype=torch.bfloat16, device=device) for _ in grads]
+
+    def passes() -> None:
+        directions = list(torch._foreach_lerp(grads, momenta, 0.9))
+        torch._foreach_copy_(narrow, directions)
+        torch._foreach_lerp_(momenta, grads, 0.05)
+        torch._foreach_mul_(weights, 1 - 1e-9)
+        torch._foreach_add_(weights, narrow, alpha=-1e-9)
+
+    bytes_per_element = 12 + 6 + 12 + 8 + 10
+    took = seconds_of(passes, device, budget_s=budget_s)
+    return bytes_per_element * numel * _STREAM_TENSORS / took
+
+
+def measure_operation(device: torch.device, *, budget_s: float) -> float:
+    """Measure what launching an operation takes, where there is next to nothing to do.
+
+    Args:
+        device: Where.
+        budget_s: For how long.
+
+    Returns:
+        Seconds, the mean of views and of kernels.
+    """
+    x = torch.zeros(64, device=device)
+
+    def launches() -> None:
+        for _ in range(50):
+            x.narrow(0, 0, 16).view(4, 4).add_(1)
+
+    return seconds_of(launches, device, budget_s=budget_s) / 150
