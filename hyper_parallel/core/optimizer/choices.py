@@ -174,12 +174,10 @@ def explain(
         key = (planned.owner, planned.matrix.num_rows, planned.matrix.num_cols)
         owners.setdefault(planned.param, Counter())[key] += 1
     loads: dict[tuple[int, ...], Counter[int]] = {}
-    for param in plan.params:
-        loads.setdefault(param.layout.mesh.members, Counter())
-    for bucket in plan.buckets:
-        for planned in bucket.matrices:
-            work = plan.params[planned.param].work
-            loads[bucket.ranks][planned.owner] += work.flops(planned.matrix)
+    for index, param in enumerate(plan.params):
+        load = loads.setdefault(param.layout.mesh.members, Counter())
+        for (owner, rows, cols), count in owners.get(index, Counter()).items():
+            load[owner] += _flops(param.work, (rows, cols)) * count
     members: dict[tuple[Any, ...], list[int]] = {}
     for index, param in enumerate(plan.params):
         layout = param.layout
@@ -246,8 +244,9 @@ class _Split:
 
 def _split(group: _Group, num_ranks: int) -> _Split:
     """Give the matrices to ranks as the planner does, any rank being free to take any of them."""
-    shapes = sorted(group.shapes.elements(), key=lambda shape: -_flops(group.work, shape))
-    items = [Item(cost=_flops(group.work, shape), nbytes=math.prod(shape)) for shape in shapes]
+    costs = {shape: _flops(group.work, shape) for shape in group.shapes}
+    shapes = sorted(group.shapes.elements(), key=lambda shape: -costs[shape])
+    items = [Item(cost=costs[shape], nbytes=math.prod(shape)) for shape in shapes]
     owners = assign_owners(items, tuple(range(num_ranks)))
     loads: Counter[int] = Counter()
     for item, owner in zip(items, owners, strict=True):

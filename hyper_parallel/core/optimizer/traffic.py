@@ -72,19 +72,25 @@ def domain_totals(
         planned.param for bucket in buckets if bucket.scatters for planned in bucket.matrices
     }
     headers = 0
+    costs: dict[tuple[int, int, int], int] = {}  # hashing the work itself costs more
     for bucket in buckets:
         headers += _header_bytes(params, bucket)
         for planned in bucket.matrices:
             param, matrix, owner = params[planned.param], planned.matrix, planned.owner
             i = position[owner]
-            flops[i] += param.work.flops(matrix)
+            kind = (planned.param, matrix.num_rows, matrix.num_cols)
+            if kind not in costs:
+                costs[kind] = param.work.flops(matrix)
+            flops[i] += costs[kind]
             owned[i] += 1
             at = param.layout.mesh.coordinate(owner)
+            held = _held(param.layout, at, matrix.box)
             if bucket.gathers:
-                stored = _held(param.source, at, matrix.box)
+                is_same = param.source is param.layout
+                stored = held if is_same else _held(param.source, at, matrix.box)
                 received[i] += (matrix.numel - stored) * bucket.itemsize
             if planned.param in returning:
-                received[i] -= _held(param.layout, at, matrix.box) * bucket.itemsize
+                received[i] -= held * bucket.itemsize
     for (layout, itemsize), times in _layouts(params, buckets, returning).items():
         for rank, numel in zip(layout.mesh.ranks, local_numels(layout), strict=True):
             received[position[rank]] += numel * itemsize * times

@@ -24,7 +24,7 @@ AXES = st.sampled_from([R, S0, S1, AxisPlacement(dim=0, split_factor=2)])
 VIEWS: list[MatrixView] = [None, ("heads", 2), ("split", (1, 5))]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     mesh_shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     kinds=st.lists(
@@ -115,7 +115,7 @@ def test_the_clock_keeps_the_executors_order() -> None:
     starts = {(span.lane, span.bucket): span.start_s for span in said.busiest.timeline}
     stops = {(span.lane, span.bucket): span.stop_s for span in said.busiest.timeline}
     for k in range(said.num_buckets - 1):
-        assert starts["exchange in", k + 1] < starts["orthogonalize", k]
+        assert starts["exchange in", k + 1] <= starts["orthogonalize", k]
         assert stops["orthogonalize", k] <= stops["exchange back", k]
         assert stops["exchange back", k] <= starts["apply", k]
         if k:
