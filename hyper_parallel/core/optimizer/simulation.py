@@ -19,7 +19,7 @@ from hyper_parallel.core.optimizer.memory import step_bytes
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.rank_routes import rank_routes
 from hyper_parallel.core.optimizer.routes import Exchange
-from hyper_parallel.core.optimizer.timeline import LANES, Span, bucket_costs, play
+from hyper_parallel.core.optimizer.timeline import LANES, Span, bucket_costs, play, start_seconds
 from hyper_parallel.core.optimizer.traffic import DomainTotals, domain_totals, local_numels
 
 SCHEMA_VERSION: Final = 1
@@ -120,8 +120,10 @@ class Simulation:
     def exposed_exchange_s(self) -> float:
         """Seconds in which the busiest rank waits for an exchange."""
         exchanges = ("exchange in", "exchange back")
-        busy = sum(s for lane, s in self.busiest.seconds_by_lane.items() if lane not in exchanges)
-        return max(0.0, self.step_s - busy)
+        spans = self.busiest.timeline
+        busy = sum(span.stop_s - span.start_s for span in spans if span.lane not in exchanges)
+        begun = min((span.start_s for span in spans), default=0.0)
+        return max(0.0, self.step_s - begun - busy)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold, with what is derived from them."""
@@ -289,7 +291,7 @@ def rank_step(
     costs = [
         bucket_costs(plan.params, one, rank, hardware, storage_dtype=storage) for one in routes
     ]
-    spans = play(plan, costs)
+    spans = play(plan, costs, start_s=start_seconds(plan, rank, hardware))
     seconds = dict.fromkeys(LANES, 0.0)
     for span in spans:
         seconds[span.lane] += span.stop_s - span.start_s

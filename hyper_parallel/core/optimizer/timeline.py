@@ -5,7 +5,7 @@ See [Note: order of a step] in ``executor.py``. A rank has one stream of work an
 An exchange starts when its slowest sender is ready, and those of one rank follow each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -77,6 +77,12 @@ _PREPARE_STORED: Final = 4  # gradient and momentum read, direction written and 
 _MOMENTUM_STORED: Final = 3  # gradient, momentum read and written
 _UPDATE_STORED: Final = 4  # weight decayed, weight updated
 _OPERATIONS: Final = {"prepare": 5, "fill": 3, "pack": 3, "apply": 5}
+# What Python does besides, in launches of an operation: at the start of a step, for each parameter,
+# and to send and to receive the headers of an exchange. From a profile of CPU ranks.
+_STEP_OPERATIONS: Final = 180
+_PARAM_OPERATIONS: Final = 5
+_SEND_OPERATIONS: Final = 60
+_WAIT_OPERATIONS: Final = 30
 
 
 def bucket_costs(
@@ -111,9 +117,10 @@ def bucket_costs(
     slowest = max(loads.values(), default=0.0)
     crowd = on_node / hardware.cores_per_node if hardware.cores_per_node else 0.0
 
-    def passes(nbytes: float, num_pieces: int, kind: str) -> float:
-        launches = num_pieces * _OPERATIONS[kind] * hardware.operation_s
-        return waiting * (nbytes / hardware.memory_bytes_per_s + launches)
+    def passes(nbytes: float, num_pieces: int, kind: str, headers: int = 0) -> float:
+        launches = num_pieces * _OPERATIONS[kind] + headers
+        seconds = nbytes / hardware.memory_bytes_per_s + launches * hardware.operation_s
+        return waiting * seconds
 
     def seconds(exchange: Exchange | None, *, runs: bool) -> float | None:
         if exchange is None or not runs:
@@ -126,12 +133,23 @@ def bucket_costs(
             routes.packed_numel * (_PREPARE_STORED * stored_size + wire),
             _num_pieces(gather.sends) + len(gather.keeps),
             "prepare",
+            _SEND_OPERATIONS * bucket.gathers,
         ),
         gather_s=seconds(gather, runs=bucket.gathers),
-        fill_s=passes(2 * received * wire, _num_pieces(gather.receives), "fill"),
+        fill_s=passes(
+            2 * received * wire,
+            _num_pieces(gather.receives),
+            "fill",
+            _WAIT_OPERATIONS * bucket.gathers,
+        ),
         compute_s=max(loads.get(rank, 0.0), crowd if rank in loads else 0.0),
         slowest_s=max(slowest, crowd),
-        pack_s=passes(2 * scatter.numel_sent() * wire, _num_pieces(scatter.sends), "pack"),
+        pack_s=passes(
+            2 * scatter.numel_sent() * wire,
+            _num_pieces(scatter.sends),
+            "pack",
+            _SEND_OPERATIONS * bucket.scatters,
+        ),
         scatter_s=seconds(scatter, runs=bucket.scatters),
         relay_s=seconds(routes.relay, runs=True),
         apply_s=passes(
@@ -139,11 +157,29 @@ def bucket_costs(
             + routes.held_numel * (_UPDATE_STORED * stored_size + wire),
             _num_pieces(scatter.receives) + len(scatter.keeps),
             "apply",
+            _WAIT_OPERATIONS * bucket.scatters,
         ),
     )
 
 
-def _contention(ranks: Sequence[int], rank: int, hardware: Hardware) -> float:
+def start_seconds(plan: Plan, rank: int, hardware: Hardware) -> float:
+    """Predict what a rank does before the first bucket: look at every parameter and its gradient.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        hardware: Rates.
+
+    Returns:
+        Seconds.
+    """
+    meshes = {param.layout.mesh.members for param in plan.params}
+    ranks = {peer for members in meshes for peer in members}
+    launches = _STEP_OPERATIONS + _PARAM_OPERATIONS * len(plan.params)
+    return _contention(ranks, rank, hardware) * launches * hardware.operation_s
+
+
+def _contention(ranks: Collection[int], rank: int, hardware: Hardware) -> float:
     """How much longer work takes since ranks of a node wait for its cores."""
     if hardware.cores_per_node is None:
         return 1.0
@@ -253,17 +289,18 @@ class _Clock:
         self.finish(current)
 
 
-def play(plan: Plan, costs: Sequence[BucketCosts]) -> tuple[Span, ...]:
+def play(plan: Plan, costs: Sequence[BucketCosts], *, start_s: float = 0.0) -> tuple[Span, ...]:
     """Play a step of one rank: domains are opened first, then each runs as a pipeline.
 
     Args:
         plan: The plan.
         costs: What the rank has to do, one entry per bucket that it takes part in.
+        start_s: When the first of them begins.
 
     Returns:
         Spans in the order in which they begin on the rank's stream of work.
     """
-    clock = _Clock()
+    clock = _Clock(now_s=start_s)
     domains: dict[tuple[int, ...], list[BucketCosts]] = {}
     alone: list[BucketCosts] = []
     for one in costs:
