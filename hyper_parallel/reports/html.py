@@ -18,7 +18,7 @@ from hyper_parallel.reports.figures import (
     timeline_figure,
     traffic_figure,
 )
-from hyper_parallel.reports.report import Report, duration
+from hyper_parallel.reports.report import Report, counted, duration
 
 _CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
 
@@ -51,9 +51,10 @@ def to_html(report: Report) -> str:
         source=escape(report.hardware.source),
         mesh=escape(report.mesh_text),
         facts=escape(
-            f"{simulation.num_params:,} parameters, {simulation.num_matrices:,} matrices, "
+            f"{counted(simulation.num_params, 'parameter')}, "
+            f"{counted(simulation.num_matrices, 'matrix', 'matrices')}, "
             f"{simulation.num_elements / 1e9:,.3g} billion elements, "
-            f"{simulation.num_buckets} buckets of at most "
+            f"{counted(simulation.num_buckets, 'bucket')} of at most "
             f"{quantity(simulation.bucket_bytes, 'B')}"
         ),
         headlines="\n".join(
@@ -125,7 +126,8 @@ def _choice(choice: GroupChoice) -> str:
     words = " ".join(text for text in (choice.reason, choice.bound, choice.advice) if text)
     return (
         f'<section class="choice"><h3><code>{escape(choice.placements)}</code> on {escape(mesh)}'
-        f"</h3><p>{choice.num_params:,} parameters, {choice.num_matrices:,} matrices: "
+        f"</h3><p>{counted(choice.num_params, 'parameter')}, "
+        f"{counted(choice.num_matrices, 'matrix', 'matrices')}: "
         f"{escape(shapes)}. {escape(choice.work)}.</p><div class=scroll><table><thead><tr>"
         "<th>strategy</th><th>time</th><th>operations</th><th>received</th><th>memory</th></tr>"
         f"</thead><tbody>{rows}</tbody></table></div><p>{escape(words)}</p></section>"

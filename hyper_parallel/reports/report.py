@@ -110,7 +110,7 @@ class Report:
             return "nothing travels"
         collectives = self.simulation.busiest.num_collectives
         far = links["between_nodes"] / total
-        return f"{collectives} all-to-alls; {far:.0%} of the bytes come from other nodes"
+        return f"{counted(collectives, 'all-to-all')}; {far:.0%} of the bytes come from other nodes"
 
     def _memory_text(self) -> str:
         busiest = self.simulation.busiest
@@ -191,3 +191,21 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things.
+
+    Args:
+        number: How many.
+        one: What one is called.
+        many: What several are called; with an "s" if empty.
+
+    Returns:
+        Number and word.
+
+    Example:
+        >>> counted(1, "bucket"), counted(2000, "matrix", "matrices")
+        ('1 bucket', '2,000 matrices')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -12,7 +12,7 @@ from rich.text import Text
 from hyper_parallel.core.optimizer.choices import GroupChoice
 from hyper_parallel.core.optimizer.report import quantity
 from hyper_parallel.core.optimizer.timeline import LANES
-from hyper_parallel.reports.report import Report, duration
+from hyper_parallel.reports.report import Report, counted, duration
 
 WIDTH: Final = 100
 _LARGEST_SHAPE_LIST: Final = 4
@@ -45,9 +45,11 @@ def render(report: Report) -> RenderableType:
         (report.title, "bold"), f"  on {report.hardware.name}, {report.mesh_text}"
     )
     facts = Text(
-        f"{simulation.num_params:,} parameters, {simulation.num_matrices:,} matrices, "
+        f"{counted(simulation.num_params, 'parameter')}, "
+        f"{counted(simulation.num_matrices, 'matrix', 'matrices')}, "
         f"{simulation.num_elements / 1e9:,.3g} billion elements; "
-        f"{simulation.num_buckets} buckets of at most {quantity(simulation.bucket_bytes, 'B')}",
+        f"{counted(simulation.num_buckets, 'bucket')} of at most "
+        f"{quantity(simulation.bucket_bytes, 'B')}",
         style="dim",
     )
     parts: list[RenderableType] = [title, facts, "", _headlines(report), "", *_busiest(report)]
@@ -84,8 +86,8 @@ def _busiest(report: Report) -> list[RenderableType]:
     texts = [f"{quantity(n, 'B')} over {name}" for name, n in axes.items()]
     share = busiest.flops / (simulation.mean_flops or 1)
     facts = (
-        f"{busiest.num_matrices} matrices, {quantity(busiest.flops, 'FLOP')}, {share:.2f} of the "
-        f"mean; receives {', '.join(texts) or 'nothing'}"
+        f"{counted(busiest.num_matrices, 'matrix', 'matrices')}, "
+        f"{quantity(busiest.flops, 'FLOP')}, {share:.2f} of the mean; receives {', '.join(texts) or 'nothing'}"
     )
     return [table, Text(facts, style="dim")]
 
@@ -94,7 +96,8 @@ def _group(choice: GroupChoice) -> list[RenderableType]:
     mesh = " x ".join(map(str, choice.mesh_shape)) or "1"
     head = Text.assemble(
         (choice.placements, "bold"),
-        f" on {mesh}: {choice.num_params} parameters, {choice.num_matrices:,} matrices ",
+        f" on {mesh}: {counted(choice.num_params, 'parameter')}, "
+        f"{counted(choice.num_matrices, 'matrix', 'matrices')} ",
         (f"({_shapes(choice)})", "dim"),
     )
     table = _table("strategy", "time", "FLOP", "received", "memory")

@@ -105,6 +105,7 @@ class _Group:
     route: str
     owned: Mapping[int, Mapping[tuple[int, int], int]]  # by owner, what the plan gave it
     domain_loads: Mapping[int, int]  # operations by owner, with the groups on the same ranks
+    domain_largest: int  # operations of the most expensive matrix on these ranks
     hardware: Hardware
 
     @property
@@ -174,17 +175,21 @@ def explain(
         key = (planned.owner, planned.matrix.num_rows, planned.matrix.num_cols)
         owners.setdefault(planned.param, Counter())[key] += 1
     loads: dict[tuple[int, ...], Counter[int]] = {}
+    largest: dict[tuple[int, ...], int] = {}
     for index, param in enumerate(plan.params):
-        load = loads.setdefault(param.layout.mesh.members, Counter())
+        members = param.layout.mesh.members
+        load = loads.setdefault(members, Counter())
         for (owner, rows, cols), count in owners.get(index, Counter()).items():
-            load[owner] += _flops(param.work, (rows, cols)) * count
-    members: dict[tuple[Any, ...], list[int]] = {}
+            cost = _flops(param.work, (rows, cols))
+            load[owner] += cost * count
+            largest[members] = max(largest.get(members, 0), cost)
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for index, param in enumerate(plan.params):
         layout = param.layout
         layout_and_work = (layout.axes, layout.mesh.shape, layout.mesh.ranks, param.work)
-        members.setdefault(layout_and_work, []).append(index)
+        groups.setdefault(layout_and_work, []).append(index)
     choices = []
-    for indices in members.values():
+    for indices in groups.values():
         params = [plan.params[i] for i in indices]
         group = _Group(
             layout=params[0].layout,
@@ -198,6 +203,7 @@ def explain(
             route=next((routes[i] for i in indices if travels.get(i)), routes.get(indices[0], "")),
             owned=_owned(indices, owners),
             domain_loads=loads[params[0].layout.mesh.members],
+            domain_largest=largest[params[0].layout.mesh.members],
             hardware=hardware,
         )
         if group.num_matrices:
@@ -275,7 +281,6 @@ def _choice(group: _Group) -> GroupChoice:
     first = next(strategy for strategy in found if strategy.name == chosen)
     others = sorted((s for s in found if s is not first), key=lambda s: s.seconds)
     mean = sum(group.domain_loads.values()) / num_ranks
-    largest = max(_flops(group.work, shape) for shape in group.shapes)
     imbalance = max(group.domain_loads.values()) / mean
     num_idle = num_ranks - len(group.domain_loads)
     top = sorted(group.shapes.items(), key=lambda pair: -_flops(group.work, pair[0]) * pair[1])
@@ -291,7 +296,7 @@ def _choice(group: _Group) -> GroupChoice:
         chosen=chosen,
         reason=_reason(group, first, others, copies),
         imbalance=imbalance,
-        bound=_bound(largest, mean, imbalance),
+        bound=_bound(group.domain_largest, mean, imbalance),
         num_idle=num_idle,
         advice=_advice(group, num_idle, imbalance),
     )
@@ -371,6 +376,7 @@ def _seconds(group: _Group, num_ranks: int, *nbytes: int) -> float:
 def _reason(group: _Group, first: Strategy, others: Sequence[Strategy], copies: int) -> str:
     repeat = next((s for s in others if s.name == "gather and repeat"), first)
     times = repeat.flops / first.flops if first.flops else 1.0
+    share = f"1/{times:,.0f}" if times >= 10 else f"1/{times:.2g}"
     if first.name == "local":
         if copies > 1:
             return (
@@ -380,19 +386,21 @@ def _reason(group: _Group, first: Strategy, others: Sequence[Strategy], copies: 
         return "Each rank holds its matrices whole, so nothing has to travel."
     if group.is_whole:
         return (
-            f"The matrices lie whole on every replica; sharing leaves each rank 1/{times:.3g} of "
-            "the work for one message back."
+            f"The matrices lie whole on every replica; sharing leaves each rank {share} of the "
+            "work for one message back."
         )
     if first.name == "owner in each replica":
         return (
             "Nothing crosses the replica axes: asked for by share_replicas=False, or because "
             "sharing does not pay on small matrices."
         )
-    end = "; among so many ranks one all-to-all opens too many connections" * (
-        first.name == "owner, staged"
-    )
+    end = ""
+    if first.name == "owner, staged":
+        end = "; among so many ranks one all-to-all would open too many connections"
+    elif group.layout.num_replicas > 1:
+        end = "; replicas share the work, which costs no more bytes than repeating it"
     return (
-        f"Each matrix is orthogonalized once: the busiest rank does 1/{times:.3g} of what "
+        f"Each matrix is orthogonalized once: the busiest rank does {share} of what "
         f"gathering and repeating would{end}."
     )
 
@@ -419,5 +427,5 @@ def _advice(group: _Group, num_idle: int, imbalance: float) -> str:
             "Muon computes."
         )
     if imbalance > 1.2:
-        return "More or smaller matrices in the same group would even this out."
+        return "More or smaller matrices on the same ranks would even this out."
     return ""

@@ -15,6 +15,9 @@ from hyper_parallel.core.optimizer.simulation import Simulation, reference_mesh,
 FACTORS: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """How much longer the mesh axis becomes."""
 
+_FEW_FACTORS: Final = (1 / 4, 1, 4)
+_MANY_MATRICES: Final = 20_000  # planning again takes seconds: fewer points are enough
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
@@ -50,7 +53,7 @@ def scaling_curve(
     hardware: Hardware,
     *,
     axis: int | None = None,
-    factors: Sequence[float] = FACTORS,
+    factors: Sequence[float] | None = None,
     replica_route: str = "auto",
 ) -> tuple[ScalingPoint, ...]:
     """Plan and simulate again on longer and shorter meshes.
@@ -60,6 +63,7 @@ def scaling_curve(
         hardware: What it runs on.
         axis: The mesh axis that changes. None takes the longest that cuts a parameter.
         factors: How much longer it becomes; sizes that are not whole or below 1 are left out.
+            None takes :data:`FACTORS`, or three of them for very many matrices.
         replica_route: As for :func:`~.planner.build_plan`.
 
     Returns:
@@ -74,6 +78,9 @@ def scaling_curve(
     if axis is None:
         cuts = {i for param in plan.params for i in param.layout.shard_axes}
         axis = max(cuts or range(len(mesh.shape)), key=lambda i: mesh.shape[i])
+    if factors is None:
+        num_matrices = sum(len(bucket.matrices) for bucket in plan.buckets)
+        factors = FACTORS if num_matrices <= _MANY_MATRICES else _FEW_FACTORS
     points = []
     for factor in factors:
         size = mesh.shape[axis] * factor
