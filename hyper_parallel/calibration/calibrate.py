@@ -115,7 +115,9 @@ class _Task:
 def _on_ranks(task: _Task) -> list[Any]:
     """What each rank measured."""
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_measure, args=(task, folder), nprocs=task.num_ranks)
+        start_processes(  # type: ignore[no-untyped-call]
+            _measure, args=(task, folder), nprocs=task.num_ranks
+        )
         paths = [Path(folder) / f"{rank}.pt" for rank in range(task.num_ranks)]
         return [torch.load(path, weights_only=False) for path in paths]
 

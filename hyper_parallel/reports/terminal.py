@@ -87,7 +87,8 @@ def _busiest(report: Report) -> list[RenderableType]:
     share = busiest.flops / (simulation.mean_flops or 1)
     facts = (
         f"{counted(busiest.num_matrices, 'matrix', 'matrices')}, "
-        f"{quantity(busiest.flops, 'FLOP')}, {share:.2f} of the mean; receives {', '.join(texts) or 'nothing'}"
+        f"{quantity(busiest.flops, 'FLOP')}, {share:.2f} of the mean; "
+        f"receives {', '.join(texts) or 'nothing'}"
     )
     return [table, Text(facts, style="dim")]
 

@@ -40,13 +40,8 @@ def test_a_link_is_found_again() -> None:
     assert found.bytes_per_s == pytest.approx(true.bytes_per_s)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_ranks": 0}, "num_ranks: expected at least 1, got 0"),
-        ({"budget_s": 3}, "budget_s: expected at least 20, got 3"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        calibrate(**options)
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_ranks: expected at least 1, got 0"):
+        calibrate(0)
+    with pytest.raises(ValueError, match="budget_s: expected at least 20, got 3"):
+        calibrate(1, budget_s=3)
