@@ -18,7 +18,8 @@ SIZES: Final = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2
 ASPECTS: Final = (1, 4)
 _LARGEST_FLOPS: Final = {"cpu": 4e10, "cuda": 1e14}
 _STREAM_TENSORS: Final = 16
-_STREAM_NUMEL: Final = {"cpu": 1 << 17, "cuda": 1 << 24}
+# On a CPU together as much as a rank of a small model holds, which its caches partly keep.
+_STREAM_NUMEL: Final = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ def fit_matrix_rate(samples: Sequence[Sample]) -> MatrixRate:
 
 
 def measure_memory_rate(device: torch.device, *, budget_s: float) -> float:
-    """Measure the passes of a step: interpolate, round, add, on more than a core's cache holds.
+    """Measure the passes of a step: interpolate, round, decay and add.
 
     Args:
         device: Where.
