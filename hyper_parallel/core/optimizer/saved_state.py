@@ -170,7 +170,8 @@ def _fitted_settings(old: Mapping[str, Any], new: Mapping[str, Any], number: int
             f"it is {new['algorithm']!r}; put the groups into the same order"
         )
     try:
-        check_keys({key: value for key, value in group.items() if key not in here}, label)
+        unknown = {key: value for key, value in group.items() if key not in here}
+        check_keys({"algorithm": group["algorithm"], **unknown}, label)
     except ValueError as error:
         raise ValueError(
             f"{error}. If a newer version wrote it, load it with that version; or delete the key "

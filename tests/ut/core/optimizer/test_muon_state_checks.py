@@ -68,6 +68,10 @@ MISFITS: dict[str, tuple[Callable[[], StateDict], str]] = {
         lambda: in_group("second_moment", value=True),
         r"saved parameter group 0: unknown key 'second_moment'.*If a newer version wrote it, load",
     ),
+    "a key of the other algorithm": (
+        lambda: in_group("nesterov", value=True, number=1),
+        "saved parameter group 1: unknown key 'nesterov' .*groups with algorithm='muon'",
+    ),
     "a misspelt key": (
         lambda: in_group("nestrov", value=True),
         "saved parameter group 0: unknown key 'nestrov'.*did you mean 'nesterov'",
