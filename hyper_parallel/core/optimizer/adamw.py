@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
+from hyper_parallel.core.optimizer.weight_rounding import RESIDUAL, unrounded
 
 
 def adamw_step(
@@ -30,18 +31,21 @@ def adamw_step(
         return
     amsgrad = bool(group["amsgrad"])
     beta1, beta2 = group["betas"]
-    adamw(
-        [local_tensor(p) for p in params],
-        list(grads),
-        [local_tensor(state["exp_avg"]) for state in states],
-        [local_tensor(state["exp_avg_sq"]) for state in states],
-        [local_tensor(state["max_exp_avg_sq"]) for state in states] if amsgrad else [],
-        [state["step"] for state in states],
-        amsgrad=amsgrad,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-    )
+    weights = [local_tensor(p) for p in params]
+    residuals = [local_tensor(s[RESIDUAL]) if RESIDUAL in s else None for s in states]
+    with unrounded(weights, residuals) as wide:
+        adamw(
+            wide,
+            [grad.to(weight.dtype) for grad, weight in zip(grads, wide, strict=True)],
+            [local_tensor(state["exp_avg"]) for state in states],
+            [local_tensor(state["exp_avg_sq"]) for state in states],
+            [local_tensor(state["max_exp_avg_sq"]) for state in states] if amsgrad else [],
+            [state["step"] for state in states],
+            amsgrad=amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )

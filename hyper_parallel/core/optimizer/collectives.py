@@ -2,7 +2,7 @@
 """Process groups and the exchange of packets: the only caller of ``torch.distributed``."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -114,6 +114,54 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group with its ranks; groups of the same ranks are equal.
+
+    Attributes:
+        ranks: Global ranks, this one among them.
+        group: Their process group.
+    """
+
+    ranks: Ranks
+    group: dist.ProcessGroup = field(compare=False, repr=False)
+
+
+def axis_group(mesh: DeviceMesh, axis: int) -> RankGroup:
+    """The group of an axis of a mesh, as this rank sees it.
+
+    Args:
+        mesh: A mesh with this rank.
+        axis: Which axis.
+
+    Returns:
+        The group.
+    """
+    return rank_group(mesh.get_group(axis))
+
+
+def rank_group(group: dist.ProcessGroup | None) -> RankGroup:
+    """A process group, the world's if None, with its ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return RankGroup(tuple(dist.get_process_group_ranks(group)), group)
+
+
+def all_reduce_(values: Tensor, over: RankGroup, *, largest: bool = False) -> Tensor:
+    """Sum numbers over the ranks of a group, or take the largest.
+
+    Args:
+        values: Contiguous; overwritten with the result.
+        over: The group.
+        largest: Whether the largest is wanted instead of the sum.
+
+    Returns:
+        ``values``.
+    """
+    dist.all_reduce(values, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, over.group)
+    return values
+
+
 def is_distributed() -> bool:
     """Whether this process belongs to a default process group."""
     return dist.is_available() and dist.is_initialized()
@@ -122,3 +170,8 @@ def is_distributed() -> bool:
 def current_rank() -> int:
     """Global rank of this process, 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Number of processes, 1 without a process group."""
+    return dist.get_world_size() if is_distributed() else 1

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.optimizer.bucket import PlannedParam
-from hyper_parallel.core.optimizer.collectives import ProcessGroups, current_rank
+from hyper_parallel.core.optimizer.collectives import ProcessGroups, current_rank, world_size
 from hyper_parallel.core.optimizer.cost_model import (
     ACCELERATOR,
     CPU,
@@ -72,6 +72,7 @@ def basis_of(groups: Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
     for group in groups:
         basis.append(id(group))
         basis += map(id, group["params"])
+        basis.append(str(group["params"][0].device))  # models are moved as a whole
         basis += [str(group.get(key)) for key in _PLANNED_KEYS]
     return tuple(basis)
 
@@ -115,6 +116,8 @@ def build_engine(
             finer = None if plan_of.source is plan_of.layout else plan_of.source
             planned.append(plan_of)
             entries.append(SteppedParam(name, param, group, local_shape, param.dtype, ranks, finer))
+    for entry in [*entries, *others]:
+        _check_world(entry)
     planned = _unshared(planned, entries, rank)
     plan = build_plan(planned, rank=rank, bucket_bytes=bucket_bytes, replica_route=replica_route)
     process_groups = ProcessGroups(meshes_of([entry.param for entry in entries]))
@@ -194,6 +197,14 @@ def _check_local_shape(
             f"{name}: its placements give this rank a local shape of {expected}, but its local "
             f"tensor has {local_shape}; give DTensor.from_local the shape and stride of an "
             "unevenly sharded tensor"
+        )
+
+
+def _check_world(entry: SteppedParam) -> None:
+    if entry.ranks[-1] >= world_size():
+        raise ValueError(
+            f"{entry.name}: its mesh is over ranks {list(entry.ranks)}, but there are only "
+            f"{world_size()} processes; build the mesh with init_device_mesh from ranks that run"
         )
 
 

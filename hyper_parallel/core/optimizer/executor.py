@@ -29,8 +29,10 @@ from hyper_parallel.core.optimizer.agreement import (
 from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Orthogonalization
 from hyper_parallel.core.optimizer.collectives import (
     ProcessGroups,
+    RankGroup,
     Ranks,
     Transfer,
+    all_reduce_,
     gather_objects,
     start_all_to_all,
 )
@@ -131,10 +133,7 @@ class Executor:
             RuntimeError: On all ranks of a domain, if one of them cannot step, if they do not
                 agree about the plan or about what they step on, or if a peer does not arrive.
         """
-        if not self._agreed:
-            for ranks in self._plan.rank_sets:
-                check_same_plan(self._plan, ranks, self._groups[ranks])
-            self._agreed = True
+        self._agree()
         self._failure = kernel.failure()
         self._suspects.clear()
         self._written = False
@@ -147,6 +146,29 @@ class Executor:
         for program in self._alone:
             self._pipeline(self._start(program, kernel), [], kernel)
         self._settle(kernel)
+
+    def any_rank(self, here: bool) -> bool:  # noqa: FBT001 -- a truth, no switch
+        """Whether something is so on any rank that exchanges with this one. Called on all of them.
+
+        Args:
+            here: Whether it is so on this rank.
+
+        Returns:
+            The same on all ranks of a domain.
+        """
+        self._agree()
+        flag = torch.tensor(float(here), device=self._device)
+        # Twice: what is so in the last domain only then reaches the first one, too.
+        for ranks in [*self._domains, *self._domains]:
+            all_reduce_(flag, RankGroup(ranks, self._groups[ranks]), largest=True)
+        return bool(flag)
+
+    def _agree(self) -> None:
+        """Compare plans, before the first exchange of all."""
+        if not self._agreed:
+            for ranks in self._plan.rank_sets:
+                check_same_plan(self._plan, ranks, self._groups[ranks])
+            self._agreed = True
 
     def _open(self, program: Program, kernel: StepKernel) -> _Flight:
         """Exchange until the headers of every rank of the domain have reached every other."""

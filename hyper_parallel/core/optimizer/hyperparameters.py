@@ -2,9 +2,7 @@
 """Hyperparameters of parameter groups: what there is, and whether a value makes sense."""
 
 import difflib
-import math
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -12,14 +10,15 @@ from torch import Tensor
 
 from hyper_parallel.core.optimizer.bucket import Orthogonalization
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
-from hyper_parallel.core.optimizer.forms import METHODS
 from hyper_parallel.core.optimizer.matrix_view import normalize_view
-from hyper_parallel.core.optimizer.update_rule import ADJUST_LR_FNS
+from hyper_parallel.core.optimizer.value_checks import ADAMW_CHECKS, MUON_CHECKS
+from hyper_parallel.core.optimizer.weight_rounding import RESIDUAL, keeps_residual
 
 ALGORITHMS: Final = ("muon", "adamw")
+# What is given to the constructor holds for the groups of both algorithms.
+_SHARED_KEYS: Final = ("lr", "weight_decay", "maximize", "weight_rounding")
 MUON_KEYS: Final = (
-    "lr",
-    "weight_decay",
+    *_SHARED_KEYS,
     "momentum",
     "nesterov",
     "ns_coefficients",
@@ -37,9 +36,8 @@ _ADAMW_DEFAULTS: Final[dict[str, Any]] = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "amsgrad": False,
-    "maximize": False,
 }
-ADAMW_KEYS: Final = ("lr", "weight_decay", *_ADAMW_DEFAULTS)
+ADAMW_KEYS: Final = (*_SHARED_KEYS, *_ADAMW_DEFAULTS)
 # Keys that torch, its schedulers and people put into a group; they are kept and mean nothing here.
 _ANNOTATIONS: Final = (
     "params",
@@ -53,17 +51,32 @@ _ANNOTATIONS: Final = (
     "base_momentum",
     "swa_lr",
 )
-# Keys of torch's own AdamW, which a loaded group may have; only these values change nothing.
-_INERT: Final = {
-    "differentiable": (None, False),
-    "foreach": (None, False),
-    "fused": (None, False),
-    "capturable": (None, False),
-    "decoupled_weight_decay": (None, True),
+# Arguments of torch's optimizers that say how a step runs: values that change nothing, and what to
+# do instead of the others.
+_INERT: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "foreach": ((None, False, True), "leave it out: kernels are batched wherever they can be"),
+    "fused": (
+        (None, False),
+        "leave it out: ranks talk between gradient and update, so a step cannot be one kernel",
+    ),
+    "capturable": (
+        (None, False),
+        "leave it out and step outside of the CUDA graph: a step reads on the host what the other "
+        "ranks say",
+    ),
+    "differentiable": (
+        (None, False),
+        "leave it out: weights are written in place, under no_grad; differentiate through "
+        "orthogonalize() instead",
+    ),
+    "decoupled_weight_decay": (
+        (None, True),
+        "leave it out: weight decay is decoupled here; for the other kind, add weight_decay * p "
+        "to p.grad",
+    ),
 }
 # OneCycleLR and CyclicLR write momentum into every group.
 _SCHEDULED: Final = (("adamw", "momentum"),)
-_NS_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_group(group: Mapping[str, Any], label: str) -> None:
@@ -78,7 +91,7 @@ def check_group(group: Mapping[str, Any], label: str) -> None:
         TypeError: If a value has the wrong type.
     """
     algorithm = group["algorithm"]
-    checks = _MUON_CHECKS if algorithm == "muon" else _ADAMW_CHECKS
+    checks = MUON_CHECKS if algorithm == "muon" else ADAMW_CHECKS
     for key, check in checks.items():
         check(group[key], f"{label}: {key}")
     if algorithm == "muon":
@@ -121,13 +134,33 @@ def complete_group(group: Any, defaults: Mapping[str, Any], label: str) -> dict[
         raise ValueError(f"{label} is empty; leave it out")
     check_keys(complete, label)
     if complete.setdefault("algorithm", "muon") == "adamw":
-        shared = {key: defaults[key] for key in ("lr", "weight_decay")}
+        shared = {key: defaults[key] for key in _SHARED_KEYS}
         complete = {**shared, **_ADAMW_DEFAULTS, **complete}
     else:
         complete = {**defaults, **complete}
         complete["matrix_view"] = normalize_view(complete["matrix_view"], label)
     check_group(complete, label)
     return complete
+
+
+def check_arguments(others: Mapping[str, object]) -> None:
+    """Check what was given to the constructor that it does not have.
+
+    Args:
+        others: Arguments of other optimizers, by name.
+
+    Raises:
+        TypeError: If one of them is unknown, or asks for what is not offered.
+    """
+    for key in set(others) & set(_ANNOTATIONS):
+        raise TypeError(
+            f"Muon: {key!r} belongs into a parameter group: "
+            f"Muon([{{'params': [...], {key!r}: {others[key]!r}}}])"
+        )
+    try:
+        check_keys(others, "Muon")
+    except ValueError as error:
+        raise TypeError(str(error)) from None
 
 
 def check_keys(group: Mapping[str, Any], label: str) -> None:
@@ -148,8 +181,11 @@ def check_keys(group: Mapping[str, Any], label: str) -> None:
     for key in group:
         if key in known or key in _ANNOTATIONS or (algorithm, key) in _SCHEDULED:
             continue
-        if any(group[key] is value for value in _INERT.get(key, ())):
-            continue
+        if key in _INERT:
+            inert, way_out = _INERT[key]
+            if any(group[key] is value for value in inert):
+                continue
+            raise ValueError(f"{label}: {key}={group[key]!r} is not offered; {way_out}")
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
         if key in others:
             hint = f"; it belongs to groups with algorithm={other!r}"
@@ -159,6 +195,26 @@ def check_keys(group: Mapping[str, Any], label: str) -> None:
             f"{label}: unknown key {key!r} for algorithm {algorithm!r}{hint}. "
             f"Known keys: {', '.join(known)}"
         )
+
+
+def state_dtype(kind: str, group: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a state.
+
+    Args:
+        kind: Its key.
+        group: The complete group of its parameter.
+        dtype: Dtype of its parameter.
+
+    Returns:
+        The dtype. AdamW's moments beside compensated weights are of float32: in half precision they
+        would stand still as weights do, since ``1 - beta2`` is 0.001.
+    """
+    if kind == "momentum_buffer":
+        momentum_dtype: torch.dtype | None = group["momentum_dtype"]
+        return momentum_dtype or dtype
+    if kind != RESIDUAL and keeps_residual(group["weight_rounding"], dtype):
+        return torch.float32
+    return dtype
 
 
 def orthogonalization_of(
@@ -189,80 +245,3 @@ def orthogonalization_of(
         dtype=str(group["ns_dtype"]).removeprefix("torch."),
         device_type=device_type,
     )
-
-
-def _not_negative(value: object, label: str) -> None:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{label} must have one element, got shape {tuple(value.shape)}")
-        if not value.is_floating_point():
-            raise TypeError(f"{label} must be a real number, got a tensor of {value.dtype}")
-        if value.device.type != "cpu":
-            return  # a look would wait for the device
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{label} must be a number, got {value!r}")
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{label} must be at least 0 and finite, got {value!r}")
-
-
-def _plain(value: object, label: str) -> None:
-    if isinstance(value, Tensor):
-        raise TypeError(f"{label} must be a plain number, got a tensor")
-    _not_negative(value, label)
-
-
-def _fraction(value: object, label: str) -> None:
-    _plain(value, label)
-    assert isinstance(value, Real)
-    if float(value) > 1:
-        raise ValueError(f"{label} must be at most 1, got {value!r}")
-
-
-def _flag(value: object, label: str) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{label} must be True or False, got {value!r}")
-
-
-def _one_of(*choices: object) -> Callable[[object, str], None]:
-    def check(value: object, label: str) -> None:
-        if not any(value is c or (isinstance(value, str) and value == c) for c in choices):
-            near = difflib.get_close_matches(
-                str(value), [c for c in choices if isinstance(c, str)], n=1
-            )
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{label} must be one of {choices}, got {value!r}{hint}")
-
-    return check
-
-
-def _betas(value: object, label: str) -> None:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise TypeError(f"{label} must be two numbers, got {value!r}")
-    for i, beta in enumerate(value):
-        _plain(beta, f"{label}[{i}]")
-        if float(beta) >= 1:
-            raise ValueError(f"{label} must be less than 1, got {value!r}")
-
-
-_MUON_CHECKS: Final[dict[str, Callable[[object, str], None]]] = {
-    "lr": _not_negative,
-    "weight_decay": _plain,
-    "momentum": _fraction,
-    "nesterov": _flag,
-    "eps": _plain,
-    "adjust_lr_fn": _one_of(None, *ADJUST_LR_FNS),
-    "ns_method": _one_of(*METHODS),
-    "ns_dtype": _one_of(*_NS_DTYPES),
-    "momentum_dtype": _one_of(None, *_NS_DTYPES),
-    "share_replicas": _one_of(True, False, "auto"),  # noqa: FBT003 -- the choices themselves
-    "shard_momentum": _flag,
-}
-_ADAMW_CHECKS: Final[dict[str, Callable[[object, str], None]]] = {
-    "lr": _not_negative,
-    "weight_decay": _plain,
-    "betas": _betas,
-    "eps": _plain,
-    "amsgrad": _flag,
-    "maximize": _flag,
-}

@@ -19,10 +19,12 @@ from hyper_parallel.core.optimizer.update_rule import (
     directions,
     lr_ratio,
 )
+from hyper_parallel.core.optimizer.weight_rounding import unrounded
 
+_SHARED_KEYS = ("lr", "weight_decay", "maximize", "weight_rounding")
 _AGREED_KEYS = {
-    "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn", "momentum_dtype"),
-    "adamw": ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize"),
+    "muon": (*_SHARED_KEYS, "momentum", "nesterov", "adjust_lr_fn", "momentum_dtype"),
+    "adamw": (*_SHARED_KEYS, "betas", "eps", "amsgrad"),
 }
 
 
@@ -34,6 +36,9 @@ class LocalStep:
         buffers: Their momentum.
         others: Parameters that somebody else steps on in the same step: if one of them cannot be
             stepped on, none is.
+        residuals: What rounding left out of the Muon parameters, None where nothing is kept; see
+            [Note: compensated weights].
+        loss_scale: What the gradients are multiplied with (a gradient scaler's); None if nothing.
     """
 
     def __init__(
@@ -41,6 +46,9 @@ class LocalStep:
         params: Sequence[SteppedParam],
         buffers: Sequence[Tensor],
         others: Sequence[SteppedParam] = (),
+        *,
+        residuals: Sequence[Tensor | None] | None = None,
+        loss_scale: Tensor | None = None,
     ) -> None:
         self._params = params
         self._all = [*params, *others]
@@ -48,6 +56,9 @@ class LocalStep:
         self._grads = [self._gradient_of(entry) for entry in self._all]
         self._weights = [local_tensor(entry.param) for entry in params]
         self._buffers = [local_tensor(buffer) for buffer in buffers]
+        residuals = residuals or [None] * len(params)
+        self._residuals = [None if r is None else local_tensor(r) for r in residuals]
+        self._loss_scale = None if loss_scale is None else loss_scale.reshape(())
 
     def _gradient_of(self, entry: SteppedParam) -> Tensor | None:
         try:
@@ -57,8 +68,12 @@ class LocalStep:
             return None
 
     def other_gradients(self) -> list[Tensor | None]:
-        """Local gradients of the others."""
-        return self._grads[len(self._params) :]
+        """Local gradients of the others, without the loss scale."""
+        grads = self._grads[len(self._params) :]
+        scale = self._loss_scale
+        if scale is None:
+            return grads
+        return [None if grad is None else grad / scale.to(grad.device) for grad in grads]
 
     def failure(self) -> str | None:
         """Why this rank cannot step; None if it can."""
@@ -81,14 +96,16 @@ class LocalStep:
         for entry in (self._all[i] for i in params):
             gradient = "no gradient" if entry.param.grad is None else "a gradient"
             settings = ", ".join(f"{key}={value}" for key, value in _agreed(entry.group))
-            lines.append(f"{gradient} for {entry.name} (with {settings})")
+            scale = "" if self._loss_scale is None else f", loss scale {_number(self._loss_scale)}"
+            lines.append(f"{gradient} for {entry.name} (with {settings}{scale})")
         return lines
 
     def fingerprint(self, params: Sequence[int]) -> int:
         """64-bit hash of :meth:`facts`, without writing them out for every parameter."""
         entries = [self._all[i] for i in params]
         groups = {id(entry.group): entry.group for entry in entries}
-        settings = [tuple(_agreed(group)) for group in groups.values()]
+        settings: list[object] = [tuple(_agreed(group)) for group in groups.values()]
+        settings.append(str(_number(self._loss_scale)))
         text = repr(settings).encode() + bytes(e.param.grad is None for e in entries)
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -97,7 +114,7 @@ class LocalStep:
         made: list[Tensor] = []
         for group, run in self._runs(parts):
             made += directions(
-                [part.of(self._gradient(part)) for part in run],
+                self._gradients(group, run),
                 [part.of_momentum(self._buffers[part.param]) for part in run],
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
@@ -115,7 +132,7 @@ class LocalStep:
         """Advance the momentum of ``stored`` and apply the updates."""
         for group, run in self._runs(stored):
             commit_momentum(
-                [part.of(self._gradient(part)) for part in run],
+                self._gradients(group, run),
                 [part.of_momentum(self._buffers[part.param]) for part in run],
                 momentum=group["momentum"],
             )
@@ -123,17 +140,29 @@ class LocalStep:
         for group, run in self._runs([part for part, _ in updates]):
             lr = _number(group["lr"])
             ratios = [lr_ratio(group["adjust_lr_fn"], p.num_rows, p.num_cols) for p in run]
-            commit_update(
-                [part.of(self._weights[part.param]) for part in run],
-                [next(tensors) for _ in run],
-                decay=1 - lr * group["weight_decay"],
-                steps=[lr * ratio for ratio in ratios],
-            )
+            weights = [part.of(self._weights[part.param]) for part in run]
+            with unrounded(weights, [self._residual(part) for part in run]) as wide:
+                commit_update(
+                    wide,
+                    [next(tensors) for _ in run],
+                    decay=1 - lr * group["weight_decay"],
+                    steps=[lr * ratio for ratio in ratios],
+                )
 
-    def _gradient(self, part: Part) -> Tensor:
-        gradient = self._grads[part.param]
-        assert gradient is not None
-        return gradient
+    def _gradients(self, group: Mapping[str, Any], run: Sequence[Part]) -> list[Tensor]:
+        """What the loss falls along, if one goes against it: unscaled, negated to maximize."""
+        pieces: list[Tensor] = []
+        for part in run:
+            gradient = self._grads[part.param]
+            assert gradient is not None
+            pieces.append(part.of(gradient))
+        if self._loss_scale is not None and pieces:
+            pieces = list(torch._foreach_div(pieces, self._loss_scale.to(pieces[0].device)))
+        return list(torch._foreach_neg(pieces)) if group["maximize"] and pieces else pieces
+
+    def _residual(self, part: Part) -> Tensor | None:
+        residual = self._residuals[part.param]
+        return None if residual is None else part.of(residual)
 
     def _runs(self, parts: Sequence[Part]) -> Iterator[tuple[Mapping[str, Any], list[Part]]]:
         """Parts with the same group that follow each other, so that they share a kernel."""

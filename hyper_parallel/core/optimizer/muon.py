@@ -4,7 +4,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any, Final, cast
+from typing import Any, Final, Never, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from hyper_parallel.core.optimizer.adamw import adamw_step
 from hyper_parallel.core.optimizer.engine import Engine, basis_of, build_engine
 from hyper_parallel.core.optimizer.hyperparameters import (
     ADAMW_KEYS,
+    check_arguments,
     check_group,
     complete_group,
 )
@@ -31,6 +32,7 @@ from hyper_parallel.core.optimizer.saved_state import (
 )
 from hyper_parallel.core.optimizer.state import fill_adamw_state, fill_muon_state, has_state
 from hyper_parallel.core.optimizer.stepped_param import check_new_params, param_names
+from hyper_parallel.core.optimizer.weight_rounding import RESIDUAL
 
 ParamGroup = dict[str, Any]
 Params = Iterable[Tensor | tuple[str, Tensor] | ParamGroup]
@@ -62,9 +64,9 @@ class Muon(Optimizer):
     Args:
         params: Tensors, ``(name, tensor)`` pairs, or groups of either. A group with
             ``algorithm="adamw"`` is stepped by PyTorch's AdamW and takes ``betas``, ``eps``
-            (1e-8), ``amsgrad`` and ``maximize``. Any argument below up to ``matrix_view`` may
-            differ per group; ``lr`` and ``weight_decay`` given here hold for all groups without
-            their own.
+            (1e-8) and ``amsgrad``. Any argument below up to ``weight_rounding`` may differ per
+            group; ``lr``, ``weight_decay``, ``maximize`` and ``weight_rounding`` given here hold
+            for the groups of AdamW, too.
         lr: Learning rate; a number or a tensor with one element.
         weight_decay: Decoupled weight decay, applied with the unadjusted learning rate before the
             update.
@@ -78,21 +80,26 @@ class Muon(Optimizer):
             :func:`~hyper_parallel.core.optimizer.update_rule.lr_ratio`.
         ns_method: Form of the iteration; see :func:`~hyper_parallel.orthogonalize`.
         ns_dtype: Dtype of the iteration and of what travels.
-        momentum_dtype: Dtype of ``momentum_buffer``; the parameter's if None. Weights are stepped
-            on in float32 and rounded once, but bfloat16 weights still lose updates smaller than
-            their spacing: keep float32 weights (FSDP2's mixed precision does) for small steps.
+        momentum_dtype: Dtype of ``momentum_buffer``; the parameter's if None.
         share_replicas: Whether replicas of a parameter (HSDP, DDP) split its work between them:
             True, False or ``"auto"``, by cost. With False no message crosses the replicate axes, so
             nobody notices either if a gradient is missing on one of the replicas.
         shard_momentum: Whether replicas split the momentum between them.
         matrix_view: What the matrices of a parameter are: None (the last two dims, every leading
             dim is a batch), ``"flatten"``, ``("split", (rows, ...))`` or ``("heads", num_heads)``.
+        maximize: Whether to go up instead of down, as in torch's optimizers.
+        weight_rounding: ``"nearest"``, or ``"compensated"`` to keep in the state what rounding to
+            bfloat16 or float16 leaves out of a weight, so that small updates add up
+            (``weight_residual``, as large as the weight). AdamW's moments are in float32 then.
         bucket_bytes: Most bytes that a rank holds of one bucket; bounds the extra memory.
         replica_route: How updates reach the other replicas: ``"direct"`` (one all-to-all over
             shard and replicate ranks), ``"staged"`` (within the shard ranks, then along the
             replicate axes) or ``"auto"`` (staged beyond 64 ranks).
         replicate_mesh: Mesh over which plain tensors are replicated (DDP). Without it, plain
             tensors are taken as this rank's alone.
+        **others: None. ``foreach``, ``fused``, ``capturable`` and ``differentiable`` are taken
+            where they change nothing; what else there is in other optimizers is refused with
+            what to do instead.
 
     Raises:
         ValueError: If a parameter cannot be stepped on, or a hyperparameter makes no sense; the
@@ -109,6 +116,9 @@ class Muon(Optimizer):
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
         https://kellerjordan.github.io/posts/muon/
     """
+
+    # A gradient scaler then calls step() on every rank, whatever this rank has found.
+    _step_supports_amp_scaling = True
 
     def __init__(  # noqa: PLR0913, PLR0917 -- torch.optim.Muon's nine, in its order
         self,
@@ -132,9 +142,12 @@ class Muon(Optimizer):
         share_replicas: bool | str = "auto",
         shard_momentum: bool = False,
         matrix_view: Any = None,
+        maximize: bool = False,
+        weight_rounding: str = "nearest",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         replica_route: str = "auto",
         replicate_mesh: DeviceMesh | None = None,
+        **others: Never,
     ) -> None:
         if isinstance(params, set):
             raise TypeError(
@@ -168,7 +181,10 @@ class Muon(Optimizer):
             "share_replicas": share_replicas,
             "shard_momentum": shard_momentum,
             "matrix_view": matrix_view,
+            "maximize": maximize,
+            "weight_rounding": weight_rounding,
         }
+        check_arguments(others)
         check_group({**defaults, "algorithm": "muon"}, "Muon")
         super().__init__(cast(ParamsT, params), defaults)
         self._ready()
@@ -235,8 +251,17 @@ class Muon(Optimizer):
         engine = self._ready()
         if not all(has_state(entry, self.state) for entry in [*engine.entries, *engine.others]):
             self._fill_state(engine)
-        buffers = [self.state[entry.param]["momentum_buffer"] for entry in engine.entries]
-        local_step = LocalStep(engine.entries, buffers, engine.others)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and engine.executor.any_rank(bool(found_inf)):
+            return loss
+        states = [self.state[entry.param] for entry in engine.entries]
+        local_step = LocalStep(
+            engine.entries,
+            [state["momentum_buffer"] for state in states],
+            engine.others,
+            residuals=[state.get(RESIDUAL) for state in states],
+            loss_scale=getattr(self, "grad_scale", None),
+        )
         engine.executor.run(local_step)
         others = zip(engine.others, local_step.other_gradients(), strict=True)
         active = [(entry, grad) for entry, grad in others if grad is not None]
@@ -335,7 +360,10 @@ class Muon(Optimizer):
         self._warned_idle = True
         warnings.warn(
             "step() found no gradient on any parameter of the optimizer. If the model was sharded "
-            "or moved after the optimizer was built, the optimizer holds dead tensors: build it "
-            "after fully_shard or parallelize_module, and before the first forward",
+            "or moved, or its parameters were exchanged (load_state_dict(assign=True), to_empty), "
+            "after the optimizer was built, the optimizer holds dead tensors: build it after "
+            "fully_shard or parallelize_module, and before the first forward. If gradients are "
+            "accumulated without being reduced (set_requires_gradient_sync(False), "
+            "set_requires_all_reduce(False)), step after the backward that reduces them",
             stacklevel=5,  # past torch's two wrappers, to who called step()
         )

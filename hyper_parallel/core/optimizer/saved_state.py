@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
-from hyper_parallel.core.optimizer.hyperparameters import check_group, check_keys
+from hyper_parallel.core.optimizer.hyperparameters import check_group, check_keys, state_dtype
 from hyper_parallel.core.optimizer.param_uses import strip_wrappers
 from hyper_parallel.core.optimizer.stepped_param import param_names
 
@@ -108,20 +108,18 @@ def copied_state(
         for key, param in zip(old["params"], new["params"], strict=True):
             state = saved["state"].get(key)
             if state:
-                momentum_dtype = old.get("momentum_dtype") or param.dtype
                 states[param] = {
-                    kind: _copied(kind, value, param, momentum_dtype)
-                    for kind, value in state.items()
+                    kind: _copied(kind, value, param, old) for kind, value in state.items()
                 }
     return states
 
 
-def _copied(kind: str, value: Any, param: Tensor, momentum_dtype: torch.dtype) -> Any:
+def _copied(kind: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
     if not isinstance(value, Tensor):
         return value
     if kind == "step":  # on the CPU, where AdamW reads it without waiting for a device
         return value.detach().to(device="cpu", copy=True)
-    dtype = momentum_dtype if kind == "momentum_buffer" else param.dtype
+    dtype = state_dtype(kind, group, param.dtype)
     return value.detach().to(device=local_tensor(param).device, dtype=dtype, copy=True)
 
 

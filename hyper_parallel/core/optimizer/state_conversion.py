@@ -23,6 +23,7 @@ from torch import Tensor
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
 from hyper_parallel.core.optimizer.param_uses import strip_wrappers
 from hyper_parallel.core.optimizer.saved_state import REQUIRED_STATE
+from hyper_parallel.core.optimizer.weight_rounding import RESIDUAL
 
 StateDict = dict[str, Any]
 
@@ -144,6 +145,7 @@ def export_state(
             states[new] = {
                 kind: value * scale if kind == "momentum_buffer" else value.clone()
                 for kind, value in state.items()
+                if kind != RESIDUAL  # torch rounds weights to the nearest
             }
         groups.append({**settings, "params": numbers})
     if not groups:
@@ -164,9 +166,9 @@ def _converted(
             "at zero"
         )
     if algorithm == "muon":
-        buffer = renamed["momentum_buffer"]
-        return {"momentum_buffer": buffer * scale}
-    kept = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        residual = {RESIDUAL: renamed[RESIDUAL]} if RESIDUAL in renamed else {}
+        return {"momentum_buffer": renamed["momentum_buffer"] * scale, **residual}
+    kept = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", RESIDUAL)
     state = {key: renamed[key] for key in kept if key in renamed}
     state["step"] = torch.as_tensor(state["step"], dtype=torch.float32)
     return state

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel import Muon, orthogonalize
+from hyper_parallel import Muon, clip_grad_norm_, orthogonalize
 
 Mistake = Callable[[], object]
 Row = tuple[str, Mistake, type[Exception], list[str]]
@@ -406,7 +406,63 @@ HYPERPARAMETERS: list[Row] = [
         ValueError,
         ["bucket_bytes", "positive integer", "True"],
     ),
-    ("argument unknown", lambda: muon(learning_rate=1.0), TypeError, ["learning_rate"]),
+    (
+        "argument unknown",
+        lambda: muon(learning_rate=1.0),
+        TypeError,
+        ["Muon", "'learning_rate'", "Known keys"],
+    ),
+    (
+        "argument misspelt",
+        lambda: muon(maximise=True),
+        TypeError,
+        ["'maximise'", "did you mean 'maximize'?"],
+    ),
+    (
+        "argument of AdamW",
+        lambda: muon(betas=(0.9, 0.95)),
+        TypeError,
+        ["'betas'", "belongs to groups with algorithm='adamw'"],
+    ),
+    (
+        "argument of a group",
+        lambda: muon(algorithm="adamw"),
+        TypeError,
+        ["'algorithm'", "parameter group", "Muon([{'params'"],
+    ),
+    ("maximize a number", lambda: muon(maximize=1), TypeError, ["maximize", "True or False", "1"]),
+    (
+        "weight_rounding unknown",
+        lambda: muon(weight_rounding="compensate"),
+        ValueError,
+        ["weight_rounding", "'nearest'", "did you mean 'compensated'?"],
+    ),
+    (
+        "weight_rounding bool",
+        lambda: muon(weight_rounding=True),
+        ValueError,
+        ["weight_rounding", "'compensated'", "True"],
+    ),
+    ("fused", lambda: muon(fused=True), TypeError, ["fused=True", "leave it out", "kernel"]),
+    (
+        "capturable",
+        lambda: muon(capturable=True),
+        TypeError,
+        ["capturable=True", "not offered", "outside of the CUDA graph"],
+    ),
+    (
+        "differentiable",
+        lambda: muon(differentiable=True),
+        TypeError,
+        ["differentiable=True", "orthogonalize()"],
+    ),
+    (
+        "weight decay that is coupled",
+        lambda: muon(decoupled_weight_decay=False),
+        TypeError,
+        ["decoupled_weight_decay=False", "weight_decay * p"],
+    ),
+    ("foreach text", lambda: muon(foreach="yes"), TypeError, ["foreach='yes'", "leave it out"]),
 ]
 
 
@@ -461,7 +517,7 @@ GROUPS: list[Row] = [
         "key of torch's AdamW that is not taken",
         lambda: adamw(fused=True),
         ValueError,
-        ["parameter group 0", "'fused'", "algorithm 'adamw'"],
+        ["parameter group 0", "fused=True", "not offered", "leave it out"],
     ),
     (
         "betas a number",
@@ -477,6 +533,18 @@ GROUPS: list[Row] = [
     ("amsgrad a number", lambda: adamw(amsgrad=1), TypeError, ["amsgrad", "True or False"]),
     ("maximize text", lambda: adamw(maximize="no"), TypeError, ["maximize", "True or False"]),
     ("eps of AdamW", lambda: adamw(eps=-1.0), ValueError, ["parameter group 0", "eps"]),
+    (
+        "weight_rounding of AdamW",
+        lambda: adamw(weight_rounding="stochastic"),
+        ValueError,
+        ["parameter group 0", "weight_rounding", "'nearest'", "'stochastic'"],
+    ),
+    (
+        "capturable in a group",
+        lambda: group(capturable=True),
+        ValueError,
+        ["parameter group 1", "capturable=True", "leave it out"],
+    ),
     (
         "matrix_view unknown",
         lambda: group(matrix_view="rows"),
@@ -727,11 +795,62 @@ def test_orthogonalize_is_told_what_it_takes(
     assert_told(mistake, error, words)
 
 
+# --- clip_grad_norm_ ------------------------------------------------------------------------
+
+
+def sparse_gradient() -> nn.Parameter:
+    p = weight()
+    p.grad = torch.ones(4, 8).to_sparse()
+    return p
+
+
+CLIPPING: list[Row] = [
+    (
+        "max_norm negative",
+        lambda: clip_grad_norm_([weight()], -1.0),
+        ValueError,
+        ["max_norm", "at least 0", "-1.0", "math.inf"],
+    ),
+    ("max_norm nan", lambda: clip_grad_norm_([weight()], NAN), ValueError, ["max_norm", "nan"]),
+    (
+        "max_norm text",
+        lambda: clip_grad_norm_([weight()], "1.0"),  # type: ignore[arg-type]
+        TypeError,
+        ["max_norm", "a number", "'1.0'"],
+    ),
+    (
+        "norm_type zero",
+        lambda: clip_grad_norm_([weight()], 1.0, 0.0),
+        ValueError,
+        ["norm_type", "positive", "0.0", "2.0"],
+    ),
+    (
+        "norm_type text",
+        lambda: clip_grad_norm_([weight()], 1.0, "inf"),  # type: ignore[arg-type]
+        TypeError,
+        ["norm_type", "a number", "'inf'"],
+    ),
+    (
+        "sparse gradient",
+        lambda: clip_grad_norm_([weight(2, 2), sparse_gradient()], 1.0),
+        ValueError,
+        ["parameter 1 (shape (4, 8))", "dense", "torch.sparse_coo"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("mistake", "error", "words"), ids(CLIPPING))
+def test_clipping_is_told_what_it_takes(
+    mistake: Mistake, error: type[Exception], words: list[str]
+) -> None:
+    assert_told(mistake, error, words)
+
+
 # --- Form of the table ----------------------------------------------------------------------
 
 
 def every_row() -> Iterator[Row]:
-    for rows in (PARAMETERS, HYPERPARAMETERS, GROUPS, STEPS, MATRICES):
+    for rows in (PARAMETERS, HYPERPARAMETERS, GROUPS, STEPS, MATRICES, CLIPPING):
         yield from rows
 
 

@@ -12,15 +12,17 @@ import torch
 import hyper_parallel
 import hyper_parallel.core.optimizer
 
-TOP = {"Muon", "__version__", "muon_param_groups", "orthogonalize"}
+TOP = {"GradScaler", "Muon", "__version__", "clip_grad_norm_", "muon_param_groups", "orthogonalize"}
 OPTIMIZER = {
     "CommParamGroup",
+    "GradScaler",
     "Muon",
     "OlderCheckpointPlanner",
     "Plan",
     "ShardInfo",
     "calculate_replicate_group",
     "calculate_shard_group",
+    "clip_grad_norm_",
     "export_state",
     "extract_shard_info",
     "group_parameters_by_sharding",
@@ -101,7 +103,9 @@ def test_muon_takes_the_arguments_of_torch_with_their_defaults() -> None:
     theirs = list(inspect.signature(torch.optim.Muon).parameters.values())
     assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
     assert [p.default for p in ours[: len(theirs)]] == [p.default for p in theirs]
-    assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
+    kinds = [p.kind for p in ours[len(theirs) :]]
+    assert set(kinds[:-1]) == {inspect.Parameter.KEYWORD_ONLY}
+    assert kinds[-1] == inspect.Parameter.VAR_KEYWORD, "arguments of others are told the way out"
 
 
 def test_muon_is_an_optimizer() -> None:
