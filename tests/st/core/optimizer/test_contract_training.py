@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -312,17 +316,26 @@ def compensated(shape: tuple[int, ...]) -> tuple[str, str]:
     for p, q, first in zip(model.parameters(), wide.parameters(), start, strict=True):
         whole = full(p).float() + full(optimizer.state[p][RESIDUAL]).float()
         assert (whole - q).norm() < 0.05 * (q - first).norm()
-    copied = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(copied)
-    keys = sorted(k for s in copied["state"].values() for k in s)
-    return bits(model), ",".join(keys)
+    held = {p: {k: full(v).clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    other = muon(model, weight_rounding="compensated", **settings)
+    set_optimizer_state_dict(model, other, saved)
+    for p, state in held.items():
+        for key, value in state.items():
+            loaded = other.state[p][key]
+            assert loaded.dtype == value.dtype
+            assert torch.equal(full(loaded), value)
+    return bits(model), ",".join(sorted({key for state in held.values() for key in state}))
 
 
 @pytest.mark.parametrize(("world_size", "shape"), [(2, (2,)), (4, (2, 2))])
 def test_compensated_weights_are_those_of_one_process_and_alike_on_replicas(
     ranks: Pools, world_size: int, shape: tuple[int, ...]
 ) -> None:
-    """A32, A09: small updates of sharded bfloat16 weights add up, with the same bits everywhere."""
+    """A32, A09, D03: small updates of sharded bfloat16 weights add up, on all replicas alike.
+
+    Residuals and moments go through a distributed state dict with their bits and dtypes.
+    """
     found = ranks.run(world_size, compensated, shape)
     shards = shape[-1]
     for rank, held in enumerate(found):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from hyper_parallel import Muon
+from hyper_parallel.core.optimizer import export_state, import_state
 from hyper_parallel.core.optimizer.weight_rounding import RESIDUAL, unrounded
 
 SMALL_LR = 1e-5
@@ -216,6 +217,24 @@ def test_state_of_compensated_weights_survives_a_load(late: bool) -> None:
         step(optimizer, params, seed)
         step(other, copied, seed)
     assert all(torch.equal(p, q) for p, q in zip(params, copied, strict=True))
+
+
+def test_residuals_go_to_another_muon_and_not_to_torch() -> None:
+    """D12: torch's optimizers round to the nearest, and know no such state."""
+    matrix, vector = parameters(torch.bfloat16)
+    groups: list[dict[str, Any]] = [
+        {"params": [("matrix", matrix)]},
+        {"params": [("vector", vector)], "algorithm": "adamw"},
+    ]
+    optimizer = Muon(groups, lr=SMALL_LR, weight_rounding="compensated")
+    step(optimizer, [matrix, vector], 0)
+    saved = optimizer.state_dict()
+    imported = import_state(saved, saved)
+    for key, state in saved["state"].items():
+        assert torch.equal(imported["state"][key][RESIDUAL], state[RESIDUAL])
+    for algorithm in ("muon", "adamw"):
+        exported = export_state(saved, algorithm)
+        assert not any(RESIDUAL in state for state in exported["state"].values())
 
 
 def test_a_residual_is_dropped_when_it_is_no_longer_wanted() -> None:

@@ -78,7 +78,7 @@ MISFITS: dict[str, tuple[Callable[[], StateDict], str]] = {
     ),
     "coupled weight decay": (
         lambda: in_group("decoupled_weight_decay", value=False, number=1),
-        "saved parameter group 1: unknown key 'decoupled_weight_decay'",
+        "saved parameter group 1: decoupled_weight_decay=False is not offered",
     ),
     "an unknown dtype": (
         lambda: in_group("ns_dtype", "float7"),
