@@ -3,6 +3,7 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -12,6 +13,19 @@ from hyper_parallel.core.optimizer.plan import Plan
 
 _HEADER = struct.Struct("<B7xQ")
 assert _HEADER.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a rank cannot step.
+
+    Attributes:
+        reason: In words; empty as long as only others know it.
+        is_fatal: Whether it is an error. If not, all ranks leave this step out and go on.
+    """
+
+    reason: str
+    is_fatal: bool = True
 
 
 def pack_header(fingerprint: int, *, is_well: bool) -> bytes:

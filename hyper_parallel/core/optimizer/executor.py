@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.core.optimizer.agreement import (
+    Obstacle,
     check_same_plan,
     disagreement,
     pack_header,
@@ -44,7 +45,7 @@ from hyper_parallel.core.optimizer.program import Program, build_program
 class StepKernel(Protocol):
     """What an optimizer does to this rank's local tensors in one step."""
 
-    def failure(self) -> str | None:
+    def obstacle(self) -> Obstacle | None:
         """Why this rank cannot step, found before anything was sent; None if it can."""
         ...
 
@@ -118,23 +119,27 @@ class Executor:
         }
         self._params = {ranks: shared[ranks] for ranks in plan.domains}
         self._agreed = False
-        self._failure: str | None = None  # why this rank cannot go on
+        self._obstacle: Obstacle | None = None  # why this rank cannot go on
         self._suspects: set[Ranks] = set()  # domains in which some rank cannot
         self._fingerprints: dict[Ranks, int] = {}
         self._written = False
 
-    def run(self, kernel: StepKernel) -> None:
+    def run(self, kernel: StepKernel) -> str | None:
         """Run one step; every rank runs every exchange of its plan, whatever happens.
 
         Args:
             kernel: What to do to the local tensors.
+
+        Returns:
+            None; or why this step was left out, the same on all ranks of a domain. Nothing was
+            written then.
 
         Raises:
             RuntimeError: On all ranks of a domain, if one of them cannot step, if they do not
                 agree about the plan or about what they step on, or if a peer does not arrive.
         """
         self._agree()
-        self._failure = kernel.failure()
+        self._obstacle = kernel.obstacle()
         self._suspects.clear()
         self._written = False
         self._fingerprints = {
@@ -145,7 +150,7 @@ class Executor:
             self._pipeline(flight, programs[1:], kernel)
         for program in self._alone:
             self._pipeline(self._start(program, kernel), [], kernel)
-        self._settle(kernel)
+        return self._settle(kernel)
 
     def any_rank(self, here: bool) -> bool:  # noqa: FBT001 -- a truth, no switch
         """Whether something is so on any rank that exchanges with this one. Called on all of them.
@@ -184,8 +189,8 @@ class Executor:
     def _judge(self, flight: _Flight) -> None:
         if not flight.sound:
             self._suspects.add(flight.program.bucket.ranks)
-            if self._failure is None:
-                self._failure = ""  # others will be told; the reason is not known here yet
+            if self._obstacle is None:
+                self._obstacle = Obstacle("")  # others know the reason, and will tell
 
     def _pipeline(self, current: _Flight, rest: Sequence[Program], kernel: StepKernel) -> None:
         returning: _Flight | None = None
@@ -214,7 +219,7 @@ class Executor:
             ],
         )
         packet = self._packet(program, program.gather_out)
-        if self._failure is None:
+        if self._obstacle is None:
             with self._guard():
                 self._prepare(flight, packet, kernel)
         if program.bucket.gathers:
@@ -239,7 +244,7 @@ class Executor:
         try:
             yield
         except Exception as error:  # noqa: BLE001 -- raised on all ranks once they know
-            self._failure = f"{type(error).__name__}: {error}"
+            self._obstacle = Obstacle(f"{type(error).__name__}: {error}")
 
     def _gathered(self, flight: _Flight) -> None:
         """Wait for the pieces of the owned matrices and put them in place."""
@@ -259,7 +264,7 @@ class Executor:
         program = flight.program
         if flight.gather is not None:
             self._gathered(flight)
-        if self._failure is None:
+        if self._obstacle is None:
             with self._guard():
                 self._orthogonalize(flight, kernel)
         if program.bucket.scatters:
@@ -311,7 +316,7 @@ class Executor:
         self._arrive(flight)
         self._judge(flight)
         alone = not flight.program.bucket.num_collectives
-        if self._suspects or (alone and self._failure is not None):
+        if self._suspects or (alone and self._obstacle is not None):
             return
         assert flight.updates is not None
         kernel.apply(
@@ -327,7 +332,7 @@ class Executor:
     def _send(
         self, flight: _Flight, packet: Tensor, out: PacketFormat, into: PacketFormat
     ) -> Transfer:
-        flight.sound &= self._failure is None
+        flight.sound &= self._obstacle is None
         fingerprint = self._fingerprints[flight.program.bucket.ranks]
         text = pack_header(fingerprint, is_well=flight.sound)
         header = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
@@ -358,24 +363,27 @@ class Executor:
             flight.sound &= all(bytes(text) == due for text in headers.cpu().tolist())
         return received
 
-    def _settle(self, kernel: StepKernel) -> None:
-        """Raise, with the same message on all ranks of a suspect domain."""
-        if self._failure is None:
-            return
-        message = f"rank {self._plan.rank} cannot step: {self._failure}" if self._failure else ""
+    def _settle(self, kernel: StepKernel) -> str | None:
+        """Raise, or say why nothing was done, in the same words on all ranks of a domain."""
+        if self._obstacle is None:
+            return None
+        reason, is_fatal = self._obstacle.reason, self._obstacle.is_fatal
+        here = Obstacle(reason and f"rank {self._plan.rank} cannot step: {reason}", is_fatal)
         # Twice: a reason that is found in the last domain then reaches the first one, too.
         for ranks in [*self._domains, *self._domains]:
             if ranks in self._suspects:
                 facts = kernel.facts(self._params[ranks])
-                told = gather_objects((message, facts), self._groups[ranks])
-                known = [text for text, _ in told if text]
-                message = known[0] if known else disagreement(ranks, [f for _, f in told])
+                told = gather_objects((here, facts), self._groups[ranks])
+                known = sorted((o for o, _ in told if o.reason), key=lambda o: not o.is_fatal)
+                here = known[0] if known else Obstacle(disagreement(ranks, [f for _, f in told]))
+        if not here.is_fatal:
+            return here.reason
         outcome = (
             "Part of the parameters has been updated: go back to the last checkpoint"
             if self._written
             else "No weight and no optimizer state was changed"
         )
-        raise RuntimeError(f"{message or 'another rank cannot step'}. {outcome}")
+        raise RuntimeError(f"{here.reason or 'another rank cannot step'}. {outcome}")
 
 
 def _arrived(

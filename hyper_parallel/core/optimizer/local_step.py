@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.core.optimizer.agreement import Obstacle
 from hyper_parallel.core.optimizer.bucket import Orthogonalization
 from hyper_parallel.core.optimizer.dtensor_layout import local_tensor
+from hyper_parallel.core.optimizer.nonfinite import obstacle_of
 from hyper_parallel.core.optimizer.packet import Part
 from hyper_parallel.core.optimizer.polar import orthogonalize_with_schedule
 from hyper_parallel.core.optimizer.stepped_param import SteppedParam, gradient_of
@@ -39,6 +41,8 @@ class LocalStep:
         residuals: What rounding left out of the Muon parameters, None where nothing is kept; see
             [Note: compensated weights].
         loss_scale: What the gradients are multiplied with (a gradient scaler's); None if nothing.
+        nonfinite: What to do about gradients with inf or NaN; see
+            :mod:`~hyper_parallel.core.optimizer.nonfinite`.
     """
 
     def __init__(
@@ -49,22 +53,27 @@ class LocalStep:
         *,
         residuals: Sequence[Tensor | None] | None = None,
         loss_scale: Tensor | None = None,
+        nonfinite: str = "propagate",
     ) -> None:
         self._params = params
         self._all = [*params, *others]
-        self._failure: str | None = None
+        self._obstacle: Obstacle | None = None
         self._grads = [self._gradient_of(entry) for entry in self._all]
         self._weights = [local_tensor(entry.param) for entry in params]
         self._buffers = [local_tensor(buffer) for buffer in buffers]
         residuals = residuals or [None] * len(params)
         self._residuals = [None if r is None else local_tensor(r) for r in residuals]
         self._loss_scale = None if loss_scale is None else loss_scale.reshape(())
+        self._nonfinite = nonfinite
+        if self._obstacle is None:
+            names = [entry.name for entry in self._all]
+            self._obstacle = obstacle_of(names, self._grads, nonfinite)
 
     def _gradient_of(self, entry: SteppedParam) -> Tensor | None:
         try:
             return gradient_of(entry)
         except ValueError as error:  # told once all ranks can hear it
-            self._failure = self._failure or str(error)
+            self._obstacle = self._obstacle or Obstacle(str(error))
             return None
 
     def other_gradients(self) -> list[Tensor | None]:
@@ -75,9 +84,9 @@ class LocalStep:
             return grads
         return [None if grad is None else grad / scale.to(grad.device) for grad in grads]
 
-    def failure(self) -> str | None:
+    def obstacle(self) -> Obstacle | None:
         """Why this rank cannot step; None if it can."""
-        return self._failure
+        return self._obstacle
 
     def is_active(self, param: int) -> bool:
         """Whether a parameter has a gradient."""
@@ -97,7 +106,8 @@ class LocalStep:
             gradient = "no gradient" if entry.param.grad is None else "a gradient"
             settings = ", ".join(f"{key}={value}" for key, value in _agreed(entry.group))
             scale = "" if self._loss_scale is None else f", loss scale {_number(self._loss_scale)}"
-            lines.append(f"{gradient} for {entry.name} (with {settings}{scale})")
+            settings += f"{scale}, nonfinite={self._nonfinite}"
+            lines.append(f"{gradient} for {entry.name} (with {settings})")
         return lines
 
     def fingerprint(self, params: Sequence[int]) -> int:
@@ -105,7 +115,7 @@ class LocalStep:
         entries = [self._all[i] for i in params]
         groups = {id(entry.group): entry.group for entry in entries}
         settings: list[object] = [tuple(_agreed(group)) for group in groups.values()]
-        settings.append(str(_number(self._loss_scale)))
+        settings += [str(_number(self._loss_scale)), self._nonfinite]
         text = repr(settings).encode() + bytes(e.param.grad is None for e in entries)
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 

@@ -22,6 +22,7 @@ from hyper_parallel.core.optimizer.hyperparameters import (
     complete_group,
 )
 from hyper_parallel.core.optimizer.local_step import LocalStep
+from hyper_parallel.core.optimizer.nonfinite import POLICIES
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
 from hyper_parallel.core.optimizer.saved_state import (
@@ -37,7 +38,13 @@ from hyper_parallel.core.optimizer.weight_rounding import RESIDUAL
 ParamGroup = dict[str, Any]
 Params = Iterable[Tensor | tuple[str, Tensor] | ParamGroup]
 
-_SETTINGS: Final = ("_bucket_bytes", "_replica_route", "_replicate_mesh", "_warned_idle")
+_SETTINGS: Final = (
+    "_bucket_bytes",
+    "_nonfinite",
+    "_replica_route",
+    "_replicate_mesh",
+    "_warned_idle",
+)
 
 DEFAULT_BUCKET_BYTES: Final = 64 * 2**20
 """Large enough to keep an exchange near the link's rate, small beside a model's weights."""
@@ -91,6 +98,10 @@ class Muon(Optimizer):
         weight_rounding: ``"nearest"``, or ``"compensated"`` to keep in the state what rounding to
             bfloat16 or float16 leaves out of a weight, so that small updates add up
             (``weight_residual``, as large as the weight). AdamW's moments are in float32 then.
+        nonfinite: What a gradient with inf or NaN entries does to a step: ``"raise"``, an error on
+            all ranks that names the parameter; ``"skip"``, the step is left out on all ranks that
+            exchange with each other, with a warning that names it; in both, no weight and no
+            state is written. ``"propagate"``: nobody looks, and its own matrix becomes NaN.
         bucket_bytes: Most bytes that a rank holds of one bucket; bounds the extra memory.
         replica_route: How updates reach the other replicas: ``"direct"`` (one all-to-all over
             shard and replicate ranks), ``"staged"`` (within the shard ranks, then along the
@@ -144,6 +155,7 @@ class Muon(Optimizer):
         matrix_view: Any = None,
         maximize: bool = False,
         weight_rounding: str = "nearest",
+        nonfinite: str = "raise",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         replica_route: str = "auto",
         replicate_mesh: DeviceMesh | None = None,
@@ -158,6 +170,9 @@ class Muon(Optimizer):
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be a positive integer, got {bucket_bytes!r}")
         self._bucket_bytes = bucket_bytes
+        if nonfinite not in POLICIES:
+            raise ValueError(f"nonfinite must be one of {POLICIES}, got {nonfinite!r}")
+        self._nonfinite = nonfinite
         if replica_route not in REPLICA_ROUTES:
             raise ValueError(
                 f"replica_route must be one of {REPLICA_ROUTES}, got {replica_route!r}"
@@ -240,8 +255,9 @@ class Muon(Optimizer):
             What the closure returns; None without one.
 
         Raises:
-            RuntimeError: On all ranks that exchange with each other, if one of them cannot step,
-                they disagree about gradients or hyperparameters, or one does not arrive. Unless
+            RuntimeError: On all ranks that exchange with each other, if one of them cannot step
+                (or has a gradient that is not finite, unless ``nonfinite`` says otherwise), they
+                disagree about gradients or hyperparameters, or one does not arrive. Unless
                 the message says otherwise, no weight and no state was changed.
         """
         loss = None
@@ -261,8 +277,13 @@ class Muon(Optimizer):
             engine.others,
             residuals=[state.get(RESIDUAL) for state in states],
             loss_scale=getattr(self, "grad_scale", None),
+            nonfinite=self._nonfinite,
         )
-        engine.executor.run(local_step)
+        left_out = engine.executor.run(local_step)
+        if left_out is not None:
+            # Past torch's two wrappers, to who called step().
+            warnings.warn(f"this step was left out on all ranks: {left_out}", stacklevel=4)
+            return loss
         others = zip(engine.others, local_step.other_gradients(), strict=True)
         active = [(entry, grad) for entry, grad in others if grad is not None]
         for _, run in groupby(active, key=lambda pair: id(pair[0].group)):

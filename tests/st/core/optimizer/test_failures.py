@@ -592,7 +592,8 @@ def bad_value_on_one_rank() -> None:
     grads = [torch.randn(4, 4, 8), torch.randn(6, 4)]
     experts, dense = (param(w, mesh, S0) for w in wholes)
     reference = ReferenceMuon([w.double().clone() for w in wholes])
-    optimizer = Muon([("experts", experts), ("dense", dense)], lr=reference.lr, **EXACT)
+    named = [("experts", experts), ("dense", dense)]
+    optimizer = Muon(named, lr=reference.lr, nonfinite="propagate", **EXACT)
     experts.grad, dense.grad = like(experts, grads[0]), like(dense, grads[1])
     if rank == 1:
         local(experts.grad)[0, 0, 0] = math.inf

@@ -843,7 +843,7 @@ def test_nan_in_one_matrix_poisons_no_other() -> None:
     clean = clones(params)
     groups = [grouped(params[:3]), grouped(params[3:], matrix_view=("heads", 2))]
     others = [grouped(clean[:3]), grouped(clean[3:], matrix_view=("heads", 2))]
-    optimizer, expected = Muon(groups), Muon(others)
+    optimizer, expected = Muon(groups, nonfinite="propagate"), Muon(others)
     grads = randn_like(params)
     step_with(expected, clean, *grads)
     grads[0][1, 2] = math.nan
