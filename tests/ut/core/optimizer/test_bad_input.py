@@ -387,6 +387,12 @@ HYPERPARAMETERS: list[Row] = [
         TypeError,
         ["shard_momentum", "True or False", "'auto'"],
     ),
+    (
+        "nonfinite unknown",
+        lambda: muon(nonfinite="ignore"),
+        ValueError,
+        ["nonfinite", "'raise', 'skip', 'propagate'", "'ignore'"],
+    ),
     ("bucket_bytes zero", lambda: muon(bucket_bytes=0), ValueError, ["bucket_bytes", "positive"]),
     (
         "bucket_bytes negative",
