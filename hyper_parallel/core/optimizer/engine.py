@@ -2,7 +2,7 @@
 """From parameter groups to a plan and the executor that runs it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -10,19 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.optimizer.bucket import PlannedParam
 from hyper_parallel.core.optimizer.collectives import ProcessGroups, current_rank, world_size
-from hyper_parallel.core.optimizer.cost_model import (
-    ACCELERATOR,
-    CPU,
-    ITEMSIZE,
-    sharing_pays,
-)
 from hyper_parallel.core.optimizer.dtensor_layout import LayoutReader, local_tensor, meshes_of
 from hyper_parallel.core.optimizer.executor import Executor
 from hyper_parallel.core.optimizer.hyperparameters import orthogonalization_of
 from hyper_parallel.core.optimizer.layout import ParamLayout
-from hyper_parallel.core.optimizer.matrix_view import matrices_of, normalize_view
+from hyper_parallel.core.optimizer.matrix_view import normalize_view
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import build_plan
+from hyper_parallel.core.optimizer.sharing import ReplicaPolicy, decide_sharing, shared_param
 from hyper_parallel.core.optimizer.stepped_param import SteppedParam, param_names
 
 _PLANNED_KEYS: Final = (
@@ -112,13 +107,15 @@ def build_engine(
                 continue
             layout = reader.read(param, name)
             _check_local_shape(name, local_shape, layout, rank)
-            plan_of = _planned_param(name, layout, group, param.device.type)
+            work = orthogonalization_of(group, name, device_type=param.device.type)
+            view = normalize_view(group["matrix_view"], name)
+            plan_of = shared_param(name, layout, view, work=work, policy=_policy(group))
             finer = None if plan_of.source is plan_of.layout else plan_of.source
             planned.append(plan_of)
             entries.append(SteppedParam(name, param, group, local_shape, param.dtype, ranks, finer))
     for entry in [*entries, *others]:
         _check_world(entry)
-    planned = _unshared(planned, entries, rank)
+    planned = decide_sharing(planned, [_policy(entry.group) for entry in entries], rank)
     plan = build_plan(planned, rank=rank, bucket_bytes=bucket_bytes, replica_route=replica_route)
     process_groups = ProcessGroups(meshes_of([entry.param for entry in entries]))
     # Replicas that share no work exchange nothing for it, but must step alike all the same.
@@ -131,61 +128,8 @@ def build_engine(
     return Engine(basis_of(groups), tuple(entries), tuple(others), plan, executor)
 
 
-def _planned_param(
-    name: str, layout: ParamLayout, group: Mapping[str, Any], device_type: str
-) -> PlannedParam:
-    """A parameter whose replicas share its work; :func:`_unshared` has the last word."""
-    work = orthogonalization_of(group, name, device_type=device_type)
-    view = normalize_view(group["matrix_view"], name)
-    split = group["shard_momentum"] and layout.num_replicas > 1
-    source = layout.cut_over_replicas() if split else layout
-    return PlannedParam(name=name, layout=layout, source=source, view=view, work=work)
-
-
-def _unshared(
-    planned: Sequence[PlannedParam], entries: Sequence[SteppedParam], rank: int
-) -> list[PlannedParam]:
-    """Leave the replicas to themselves where the group says so, or where sharing does not pay.
-
-    With ``"auto"`` one small parameter on a mesh alone is shared all the same: what replicas
-    exchange also tells them that they step alike.
-
-    Args:
-        planned: Parameters as if all were shared.
-        entries: The same parameters, as the optimizer knows them.
-        rank: Global rank of this process.
-
-    Returns:
-        The parameters, the unshared ones with the layout of this rank's own copy.
-    """
-    pays = [_sharing_pays(p, e) for p, e in zip(planned, entries, strict=True)]
-    exchanging = {
-        p.layout.mesh.members
-        for p, is_shared in zip(planned, pays, strict=True)
-        if is_shared and (p.layout.num_replicas > 1 or p.layout.num_shards > 1)
-    }
-    decided: list[PlannedParam] = []
-    for param, entry, is_shared in zip(planned, entries, pays, strict=True):
-        alone = param.layout.mesh.members not in exchanging
-        if is_shared or (alone and entry.group["share_replicas"] == "auto"):
-            decided.append(param)
-        else:
-            own = param.layout.without_replicas(rank)
-            decided.append(replace(param, layout=own, source=own))
-    return decided
-
-
-def _sharing_pays(param: PlannedParam, entry: SteppedParam) -> bool:
-    share = entry.group["share_replicas"]
-    if share != "auto":
-        return bool(share)
-    if entry.group["shard_momentum"]:
-        return True
-    matrices = matrices_of(param.layout.shape, param.view, param.name)
-    flops = sum(param.work.flops(matrix) for matrix in matrices)
-    nbytes = entry.param.numel() * ITEMSIZE[param.work.wire_dtype]
-    hardware = CPU if entry.param.device.type == "cpu" else ACCELERATOR
-    return sharing_pays(flops, nbytes, param.layout.num_shards, hardware)
+def _policy(group: Mapping[str, Any]) -> ReplicaPolicy:
+    return ReplicaPolicy(share=group["share_replicas"], shard_momentum=group["shard_momentum"])
 
 
 def _check_local_shape(

@@ -20,14 +20,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from hyper_parallel.core.optimizer.torch_private import StridedShard
-
-# Duck-typed on purpose. ``DTensorLike``: a DTensor, or any object with its (global) ``shape``,
-# ``placements`` and ``device_mesh``. ``MeshLike``: a DeviceMesh, or any object with ``mesh_shape``,
-# ``rank_list`` (row-major) and ``rank``. ``PlacementLike``: a Placement, or any object with
-# ``is_shard()`` and ``dim``, ``is_replicate()``, or ``is_partial()`` and ``reduce_op``.
+# Duck-typed on purpose, and so without torch. ``DTensorLike``: a DTensor, or any object with its
+# (global) ``shape``, ``placements`` and ``device_mesh``. ``MeshLike``: a DeviceMesh, or any object
+# with ``mesh_shape``, ``rank_list`` (row-major) and ``rank``. ``PlacementLike``: a Placement, or an
+# object with ``is_shard()`` and ``dim``, ``is_replicate()``, or ``is_partial()`` and ``reduce_op``.
 DTensorLike: TypeAlias = Any
 MeshLike: TypeAlias = Any
 PlacementLike: TypeAlias = Any
@@ -229,13 +225,14 @@ def _placements_key(placements: Iterable[PlacementLike], tensor_ndim: int = 0) -
 
 
 def _placement_key(placement: PlacementLike, tensor_ndim: int = 0) -> tuple[Any, ...]:
-    is_strided = isinstance(placement, StridedShard)
+    # torch's _StridedShard denies that it is a shard since 2.13, and says so before.
+    split_factor = getattr(placement, "split_factor", None)
+    is_strided = isinstance(split_factor, int)
     if is_strided or _answers(placement, "is_shard"):
         dim = operator.index(placement.dim)
         dim = dim + tensor_ndim if dim < 0 else dim
         # Layouts that differ only in the split factor put other rows on each rank.
-        split_factor = getattr(placement, "split_factor", None)
-        if is_strided or isinstance(split_factor, int):
+        if is_strided:
             return ("StridedShard", dim, split_factor)
         return ("Shard", dim)
     if _answers(placement, "is_replicate"):
@@ -283,10 +280,10 @@ def _locate(info: ShardInfo, meshes: _KnownMeshes) -> _MeshGeometry:
 
 
 def _read_mesh(mesh: MeshLike) -> _MeshGeometry:
-    if isinstance(mesh, DeviceMesh):
-        shape, rank, ranks = tuple(mesh.shape), mesh.get_rank(), tuple(mesh.mesh.flatten().tolist())
-    else:
+    if hasattr(mesh, "mesh_shape"):
         shape, rank, ranks = tuple(mesh.mesh_shape), mesh.rank, tuple(mesh.rank_list)
+    else:
+        shape, rank, ranks = tuple(mesh.shape), mesh.get_rank(), tuple(mesh.mesh.flatten().tolist())
     if len(ranks) != math.prod(shape):
         raise ValueError(f"a mesh of shape {shape} cannot have {len(ranks)} ranks")
     if rank not in ranks:

@@ -4,7 +4,8 @@
 import importlib
 import importlib.resources
 import inspect
-from types import ModuleType
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -44,13 +45,9 @@ PARAM_GROUPING = OPTIMIZER & {
 @pytest.mark.parametrize(("module_name", "expected"), MODULES)
 def test_all_lists_exactly_what_is_public(module_name: str, expected: set[str]) -> None:
     module = importlib.import_module(module_name)
-    public = {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
-    assert set(module.__all__) == expected
-    assert public == {name for name in expected if not name.startswith("_")}
+    assert set(module.__all__) == set(dir(module)) == expected
+    with pytest.raises(AttributeError, match="has no attribute 'Adam'"):
+        _ = module.Adam
 
 
 @pytest.mark.parametrize(("module_name", "expected"), MODULES)
@@ -66,6 +63,12 @@ def test_star_import_gives_what_all_lists(module_name: str, expected: set[str]) 
     exec(f"from {module_name} import *", namespace)
     del namespace["__builtins__"]
     assert set(namespace) == expected
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    """Planning is arithmetic, and starts in a fraction of the time that torch takes to import."""
+    code = "import sys, hyper_parallel.core.optimizer as o; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", sorted(TOP & OPTIMIZER))
