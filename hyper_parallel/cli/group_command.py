@@ -47,7 +47,7 @@ def group(
     Examples:
       hyper-parallel group llama3-8b --mesh dp_replicate=2,dp_shard=4 --rank 2
       hyper-parallel group qwen3-30b-a3b --mesh dp_shard=16,ep=8 --json
-    """  # noqa: D301 -- \b keeps the lines of the examples apart
+    """  # noqa: D301 -- shown by --help; \b keeps the lines of the examples apart
     from hyper_parallel.core.optimizer.param_grouping import group_parameters_by_sharding
 
     described, parallelism = read_model(

@@ -31,7 +31,7 @@ def inspect(
     Examples:
       hyper-parallel inspect runs/demo/checkpoints/step_00000200
       hyper-parallel inspect runs/demo/checkpoints/step_00000200 --json state.json
-    """  # noqa: D301 -- \b keeps the lines of the examples apart
+    """  # noqa: D301 -- shown by --help; \b keeps the lines of the examples apart
     summary = read_checkpoint(checkpoint)
     if json_target is not None:
         write_text(json_target, json.dumps(as_json(summary), indent=1))

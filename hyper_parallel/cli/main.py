@@ -8,6 +8,7 @@ from typing import Final
 
 import typer
 
+from hyper_parallel.cli.calibrate_command import calibrate
 from hyper_parallel.cli.group_command import group
 from hyper_parallel.cli.inspect_command import inspect
 from hyper_parallel.cli.plan_command import plan
@@ -22,7 +23,7 @@ app = typer.Typer(
     help="Muon on sharded models: what a step costs, who works together, what a checkpoint holds.",
     epilog="hyper-parallel COMMAND --help shows the options of a command, with examples.",
 )
-for command in (plan, group, inspect):
+for command in (plan, group, inspect, calibrate):
     app.command()(command)
 
 

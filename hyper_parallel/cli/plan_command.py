@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``hyper-parallel plan``: what a step will cost."""
 
-import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,10 +23,15 @@ from hyper_parallel.cli.options import (
 )
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
 from hyper_parallel.core.optimizer.forms import METHODS
+from hyper_parallel.core.optimizer.hardware import Hardware, load_hardware
+from hyper_parallel.core.optimizer.hardware_presets import PRESETS
 from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
 from hyper_parallel.core.optimizer.report import quantity
-from hyper_parallel.models.errors import InputError
+from hyper_parallel.models.errors import InputError, unknown
 from hyper_parallel.models.planning import PlannedModel, PlanSettings, plan_model
+from hyper_parallel.reports.json_file import to_json
+from hyper_parallel.reports.report import Report, build_report
+from hyper_parallel.reports.terminal import print_report
 
 
 def plan(  # noqa: PLR0913 -- its arguments are the options
@@ -37,6 +43,18 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
     stage: StageOption = None,
     placement: PlacementOption = None,
     view: ViewOption = None,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A preset (a100, h100, h200, b200, mi300x, ascend910b, cpu) or a file that "
+            "calibrate wrote.",
+        ),
+    ] = "h100",
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare the strategies of each group, and other sizes."),
+    ] = False,
     bucket_mb: Annotated[float, typer.Option(help="Most MiB of one bucket on a rank.")] = 64,
     share_replicas: Annotated[
         str, typer.Option(help="Whether replicas split the work: auto, true or false.")
@@ -56,6 +74,10 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
     ] = "bfloat16",
     steps: Annotated[int, typer.Option(help="Newton-Schulz steps.")] = 5,
     json_target: JsonOption = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A page with plots that needs no network.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="A picture for slides.")] = None,
 ) -> None:
     """Plan one optimizer step of a model on any number of ranks, without a GPU.
 
@@ -66,11 +88,14 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
     \b
     Examples:
       hyper-parallel plan llama3-8b --mesh dp_shard=64
+      hyper-parallel plan qwen3-32b --mesh dp_replicate=4,dp_shard=64 --hardware h200 --compare
       hyper-parallel plan llama3-405b --mesh dp_replicate=16,dp_shard=128,tp=8 --world-size 16384
       hyper-parallel plan deepseek-v3 --mesh pp=8,dp_shard=256,ep=64 --stage 3
       hyper-parallel plan ./config.json --mesh dp_shard=8,tp=2 --view '*.qkv_proj.weight=heads:96'
       hyper-parallel plan shapes.json --mesh dp_shard=8 --placement '*.router=dp_shard:R' --json
-    """  # noqa: D301 -- \b keeps the lines of the examples apart
+      hyper-parallel plan llama3-70b --mesh dp_shard=64,tp=8 --html plan.html --png plan.png
+    """  # noqa: D301, DOC501 -- shown by --help; \b keeps the lines of the examples apart
+    machine = _hardware(hardware)
     settings = PlanSettings(
         ns_coefficients=read_coefficients(ns_coefficients),
         ns_steps=steps,
@@ -80,16 +105,70 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
         shard_momentum=shard_momentum,
         replica_route=choice("--replica-route", replica_route, REPLICA_ROUTES),
         bucket_bytes=_bucket_bytes(bucket_mb),
+        device_type=machine.device_type,
     )
+    for target in (html, png, None if json_target in (None, "-") else Path(str(json_target))):
+        if target is not None and not target.parent.is_dir():
+            raise InputError(f"{target}: there is no directory {target.parent}")
     described, parallelism = read_model(
         model, mesh, world_size=world_size, placement=placement, view=view
     )
     planned = plan_model(described, parallelism, settings, rank=read_rank(rank), stage=stage)
-    if json_target is not None:
-        write_text(json_target, json.dumps(planned.plan.to_dict()))
+    report = _report(
+        planned, machine, settings, with_scaling=compare or html is not None or png is not None
+    )
+    _write(report, json_target, html, png)
     if json_target != "-":
         typer.echo(summary(planned))
-        typer.echo(str(planned.plan))
+        if rank != "busiest":
+            typer.echo(f"{planned.plan}\n")
+        print_report(report if compare else replace(report, choices=(), scaling=()))
+
+
+def _report(
+    planned: PlannedModel, machine: Hardware, settings: PlanSettings, *, with_scaling: bool
+) -> Report:
+    mesh = planned.parallelism.dense_mesh(planned.stage)
+    return build_report(
+        planned.plan,
+        machine,
+        title=planned.model.name,
+        axis_names=mesh.names,
+        mesh=mesh.layout,
+        with_scaling=with_scaling,
+        replica_route=settings.replica_route,
+    )
+
+
+def _write(report: Report, json_target: str | None, html: Path | None, png: Path | None) -> None:
+    if json_target is not None:
+        write_text(json_target, to_json(report))
+    try:
+        if html is not None:
+            from hyper_parallel.reports.html import write_html
+
+            write_html(report, html)
+        if png is not None:
+            from hyper_parallel.reports.png import write_png
+
+            write_png(report, png)
+    except ImportError as error:
+        raise InputError(
+            f"pages and pictures need {error.name}: pip install 'hyper-parallel[plan]'"
+        ) from None
+
+
+def _hardware(given: str) -> Hardware:
+    path = Path(given)
+    if path.suffix == ".json" or path.exists():
+        if path.is_dir():
+            raise InputError(f"--hardware: {path} is a directory, not a hardware file")
+        return load_hardware(path)
+    if given not in PRESETS:
+        raise InputError(
+            unknown("hardware", given, PRESETS, hint="(or give a file from calibrate)")
+        )
+    return PRESETS[given]
 
 
 def summary(planned: PlannedModel) -> str:

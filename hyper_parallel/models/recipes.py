@@ -144,6 +144,7 @@ def place(
     ep_rank = rank % ep
     own = parallelism.expert_submesh(stage, ep_rank)
     num_experts = _expert_counts(params)
+    layouts: dict[ParamLayout, ParamLayout] = {}  # parameters that lie alike share one record
     placed = []
     for param in params:
         expert = _EXPERT.search(param.name)
@@ -157,7 +158,9 @@ def place(
             mesh = own
         elif _is_stack(param) and ep > 1:
             mesh = experts
-        placed.append(_placed(param, mesh))
+        layout = _layout(param, mesh)
+        layout = layouts.setdefault(layout, layout)
+        placed.append(PlacedParam(param=param, mesh=mesh, layout=layout))
     return placed
 
 
@@ -196,13 +199,12 @@ def _read_placement(text: str) -> _Choice:
     return _Choice(int(match["dim"]), int(match["split"]) if match["split"] else None)
 
 
-def _placed(param: ModelParam, mesh: NamedMesh) -> PlacedParam:
+def _layout(param: ModelParam, mesh: NamedMesh) -> ParamLayout:
     choices = [_recipe(param, name, mesh) for name in mesh.names]
     for axis, placement in param.placements.items():
         choices[_axis_index(axis, mesh, param.name)] = _checked(placement, param)
     axes = tuple(_strided(i, choices, mesh) for i in range(len(choices)))
-    layout = ParamLayout(shape=param.shape, mesh=mesh.layout, axes=axes)
-    return PlacedParam(param=param, mesh=mesh, layout=layout)
+    return ParamLayout(shape=param.shape, mesh=mesh.layout, axes=axes)
 
 
 def _recipe(param: ModelParam, axis: str, mesh: NamedMesh) -> _Choice:

@@ -14,6 +14,7 @@ them has no exchange at all.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
@@ -64,8 +65,13 @@ class Orthogonalization:
 
     def flops(self, matrix: MatrixBox) -> int:
         """Operations that one matrix takes."""
-        shape = matrix.num_rows, matrix.num_cols
-        return form_flops(self.form(*shape), *shape, len(self.coefficients))
+        return _flops(self, matrix.num_rows, matrix.num_cols)
+
+
+@lru_cache(maxsize=4096)
+def _flops(work: Orthogonalization, num_rows: int, num_cols: int) -> int:
+    form = work.form(num_rows, num_cols)
+    return form_flops(form, num_rows, num_cols, len(work.coefficients))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ class LayoutReader:
         self._replicate_mesh = replicate_mesh
         self._by_identity: dict[int, tuple[DeviceMesh, MeshLayout]] = {}
         self._by_value: dict[MeshLayout, MeshLayout] = {}
+        self._layouts: dict[ParamLayout, ParamLayout] = {}
 
     def read(self, tensor: Tensor, name: str) -> ParamLayout:
         """Layout of a parameter.
@@ -44,13 +45,18 @@ class LayoutReader:
             name: What to call it in an error.
 
         Returns:
-            Its layout; parameters of equal meshes share one mesh record.
+            Its layout; parameters that lie alike share one record, those of equal meshes one of
+            the mesh.
 
         Raises:
             ValueError: If it has fewer than two dims, a placement that is not a shard or a
                 replica, a mesh without this rank, or one whose ranks do not ascend along each
                 axis.
         """
+        layout = self._read(tensor, name)
+        return self._layouts.setdefault(layout, layout)
+
+    def _read(self, tensor: Tensor, name: str) -> ParamLayout:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             if self._replicate_mesh is None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
+from typing_extensions import override
+
 from hyper_parallel.core.optimizer.regions import Box, Region, positions_with, spans_after_cuts
 
 Coordinate = tuple[int, ...]
@@ -28,6 +30,15 @@ class MeshLayout:
     def __post_init__(self) -> None:
         if math.prod(self.shape) != len(self.ranks):
             raise ValueError(f"mesh of shape {self.shape} cannot hold {len(self.ranks)} ranks")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.ranks))
+
+    # Meshes are keys, and may have thousands of ranks.
+    @override
+    def __hash__(self) -> int:
+        return self._hash
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -128,9 +139,17 @@ class ParamLayout:
             words.append("R" if axis.dim is None else f"S({axis.dim}{split})")
         return " ".join(words)
 
+    @cached_property
+    def _regions(self) -> dict[Coordinate, Region]:
+        return {}
+
     def region(self, coordinate: Coordinate) -> Region:
         """What the rank at ``coordinate`` holds; see [Note: regions]."""
-        return _region(self.shape, self.axes, self.mesh.shape, coordinate)
+        region = self._regions.get(coordinate)
+        if region is None:
+            region = _region(self.shape, self.axes, self.mesh.shape, coordinate)
+            self._regions[coordinate] = region
+        return region
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
         """Shape of the local tensor at ``coordinate``."""

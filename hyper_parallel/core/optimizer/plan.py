@@ -2,7 +2,6 @@
 """The plan of a step: who orthogonalizes what, and in which bucket it travels. Frozen, no torch."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from hyper_parallel.core.optimizer.bucket import Bucket, PlannedParam
+from hyper_parallel.core.optimizer.layout import MeshLayout
 from hyper_parallel.core.optimizer.report import plan_table
 
 
@@ -45,7 +45,7 @@ class Plan:
         They include those that exchange nothing: what a rank believes to be nothing may be
         something to another.
         """
-        sets = {param.layout.mesh.members for param in self.params}
+        sets = {mesh.members for mesh in self._meshes}
         return tuple(sorted((s for s in sets if len(s) > 1), key=lambda s: (-len(s), s)))
 
     @property
@@ -66,9 +66,8 @@ class Plan:
             The parameters, then the buckets.
         """
         shared = [bucket for bucket in self.buckets if bucket.ranks == ranks]
-        used = [
-            index for index, param in enumerate(self.params) if param.layout.mesh.members == ranks
-        ]
+        meshes = {mesh for mesh in self._meshes if mesh.members == ranks}
+        used = [i for i, param in enumerate(self.params) if param.layout.mesh in meshes]
         position = {index: i for i, index in enumerate(used)}
         for index in used:
             param = self.params[index]
@@ -96,8 +95,19 @@ class Plan:
         Returns:
             Hex digest, stable across processes and Python versions.
         """
-        lines = json.dumps(self.to_dict()) if ranks is None else "\n".join(self.describe(ranks))
-        return hashlib.sha256(lines.encode()).hexdigest()
+        told = self._describe_all() if ranks is None else self.describe(ranks)
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+    def _describe_all(self) -> Iterator[str]:
+        yield f"rank {self.rank}, bucket_bytes {self.bucket_bytes}"
+        yield f"order of parameters {[param.name for param in self.params]}"
+        for ranks in dict.fromkeys(mesh.members for mesh in self._meshes):
+            yield from self.describe(ranks)
+
+    @cached_property
+    def _meshes(self) -> tuple[MeshLayout, ...]:
+        """The distinct meshes, in order of first appearance."""
+        return tuple(dict.fromkeys(param.layout.mesh for param in self.params))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values that JSON can hold."""

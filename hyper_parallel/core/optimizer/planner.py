@@ -9,15 +9,22 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
-from hyper_parallel.core.optimizer.bucket import Bucket, PlannedMatrix, PlannedParam
+from hyper_parallel.core.optimizer.bucket import (
+    Bucket,
+    Orthogonalization,
+    PlannedMatrix,
+    PlannedParam,
+)
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
-from hyper_parallel.core.optimizer.layout import Coordinate
-from hyper_parallel.core.optimizer.matrix_view import matrices_of
+from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.matrix_view import MatrixBox, MatrixView, matrices_of
 from hyper_parallel.core.optimizer.plan import Plan
 
 Ranks = tuple[int, ...]
+_Alike = tuple[ParamLayout, ParamLayout, MatrixView, Orthogonalization]
 
 REPLICA_ROUTES: Final = ("auto", "direct", "staged")
 LARGEST_DIRECT_GROUP: Final = 64
@@ -39,11 +46,19 @@ class Item:
     candidates: Ranks | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
-    """A matrix before it has an owner, and which bucket it may go to."""
+    """A matrix of parameters that are alike, before it has an owner.
 
-    planned: PlannedMatrix
+    Attributes:
+        matrix: Which box it is.
+        item: What it costs, and who may own it.
+        local_nbytes: Its bytes on one rank.
+        kind: Which buckets it may go to.
+        gathers: Whether it has to travel to its owner.
+    """
+
+    matrix: MatrixBox
     item: Item
     local_nbytes: int
     kind: "_Kind"
@@ -91,18 +106,28 @@ def build_plan(
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    domains: dict[Ranks, list[_Candidate]] = defaultdict(list)
+    # Parameters of a model are many, but few of them differ in more than their name.
+    alike: dict[_Alike, list[_Candidate]] = {}
+    known = _Known({}, {})
+    by_mesh: dict[MeshLayout, list[tuple[int, _Candidate]]] = {}
     for index, param in enumerate(params):
-        ranks = param.layout.mesh.members
-        domains[ranks].extend(_candidates(index, param, replica_route))
+        key = (param.layout, param.source, param.view, param.work)
+        if key not in alike:
+            alike[key] = list(_candidates(param, replica_route, known))
+        here = by_mesh.setdefault(param.layout.mesh, [])
+        here.extend((index, candidate) for candidate in alike[key])
+    domains: dict[Ranks, list[tuple[int, _Candidate]]] = defaultdict(list)
+    for mesh, found in by_mesh.items():
+        domains[mesh.members].extend(found)
     buckets: list[Bucket] = []
     for ranks in sorted(domains, key=lambda ranks: (-len(ranks), ranks)):
-        candidates = domains[ranks]
-        owners = assign_owners([candidate.item for candidate in candidates], ranks)
+        found = sorted(domains[ranks], key=itemgetter(0))
+        owners = assign_owners([candidate.item for _, candidate in found], ranks)
         owned = [
-            PlannedMatrix(c.planned.param, c.planned.matrix, owner)
-            for c, owner in zip(candidates, owners, strict=True)
+            PlannedMatrix(index, candidate.matrix, owner)
+            for (index, candidate), owner in zip(found, owners, strict=True)
         ]
+        candidates = [candidate for _, candidate in found]
         buckets.extend(_buckets_of_domain(ranks, candidates, owned, bucket_bytes))
     return Plan(rank, tuple(params), tuple(buckets), bucket_bytes)
 
@@ -132,6 +157,7 @@ def assign_owners(items: Sequence[Item], ranks: Ranks) -> list[int]:
     """
     loads = dict.fromkeys(ranks, (0, 0))
     heaps: dict[Ranks, list[tuple[int, int, int]]] = {}
+    heap_of: dict[int, list[tuple[int, int, int]]] = {}  # by identity: hashing many ranks is slow
     # What can only be owned in one place comes first: the rest is then balanced around it.
     order = sorted(
         range(len(items)),
@@ -141,10 +167,12 @@ def assign_owners(items: Sequence[Item], ranks: Ranks) -> list[int]:
     for i in order:
         item = items[i]
         choice = item.candidates or ranks
-        if choice not in heaps:
-            heaps[choice] = [(*loads[rank], rank) for rank in choice]
-            heapq.heapify(heaps[choice])
-        heap = heaps[choice]
+        heap = heap_of.get(id(choice))
+        if heap is None:
+            if choice not in heaps:
+                heaps[choice] = [(*loads[rank], rank) for rank in choice]
+                heapq.heapify(heaps[choice])
+            heap = heap_of[id(choice)] = heaps[choice]
         while heap[0][:2] != loads[heap[0][2]]:  # its load has grown since: put it in its place
             owner = heap[0][2]
             heapq.heapreplace(heap, (*loads[owner], owner))
@@ -158,11 +186,27 @@ def _has_choice(item: Item) -> bool:
     return item.candidates is None or len(item.candidates) > 1
 
 
-def _candidates(index: int, param: PlannedParam, replica_route: str) -> Iterable[_Candidate]:
+@dataclass(slots=True)
+class _Known:
+    """What parameters of one plan share, so that it exists once.
+
+    Attributes:
+        holders: Ranks that hold the shard at a position, by mesh and replicate axes.
+        ranks: Sets of ranks.
+    """
+
+    holders: dict[tuple[MeshLayout, tuple[int, ...]], dict[Coordinate, Ranks]]
+    ranks: dict[Ranks, Ranks]
+
+
+def _candidates(param: PlannedParam, replica_route: str, known: _Known) -> Iterable[_Candidate]:
     layout, source, work = param.layout, param.source, param.work
     itemsize = ITEMSIZE[work.wire_dtype]
     everyone = source.num_shards == 1
-    ranks_at: dict[Coordinate, Ranks] = {}
+    ranks_at = known.holders.setdefault((source.mesh, source.replicate_axes), {})
+    kinds = {
+        alone: _kind(param, alone=alone, replica_route=replica_route) for alone in (False, True)
+    }
     for matrix in matrices_of(layout.shape, param.view, param.name):
         if not matrix.numel:
             continue  # nothing to orthogonalize
@@ -170,18 +214,18 @@ def _candidates(index: int, param: PlannedParam, replica_route: str) -> Iterable
         for place in places:
             if place not in ranks_at and not everyone:
                 replicas = source.replica_coordinates(place)
-                ranks_at[place] = tuple(sorted(map(source.mesh.rank_at, replicas)))
+                ranks = tuple(sorted(map(source.mesh.rank_at, replicas)))
+                ranks_at[place] = known.ranks.setdefault(ranks, ranks)
         nbytes = matrix.numel * itemsize
-        alone = len(places) == 1 and layout.num_replicas == 1
         yield _Candidate(
-            planned=PlannedMatrix(index, matrix, -1),
+            matrix=matrix,
             item=Item(
                 cost=work.flops(matrix),
                 nbytes=nbytes,
                 candidates=None if everyone or not places else ranks_at[places[0]],
             ),
             local_nbytes=nbytes // layout.num_shards,
-            kind=_kind(param, alone=alone, replica_route=replica_route),
+            kind=kinds[len(places) == 1 and layout.num_replicas == 1],
             gathers=not places,
         )
 
@@ -216,10 +260,14 @@ def _buckets_of_domain(
     bucket_bytes: int,
 ) -> Iterable[Bucket]:
     # Whatever travels shares buckets, with or without a gather: fewer collectives.
-    kinds: dict[_Kind, list[int]] = defaultdict(list)
+    same = {id(candidate.kind): candidate.kind for candidate in candidates}
+    first: dict[_Kind, int] = {}
+    number = {name: first.setdefault(kind, name) for name, kind in same.items()}
+    members_of: dict[int, list[int]] = defaultdict(list)
     for i, candidate in enumerate(candidates):
-        kinds[candidate.kind].append(i)
-    for kind, members in sorted(kinds.items()):
+        members_of[number[id(candidate.kind)]].append(i)
+    for kind in sorted(first):
+        members = members_of[first[kind]]
         for chosen in _cut(members, candidates, owned, bucket_bytes):
             yield Bucket(
                 ranks=ranks,
@@ -246,8 +294,10 @@ def _cut(
     most = max(len(own) for own in by_owner.values())  # one matrix of an owner in each bucket
     num_buckets = min(most, max(1, -(-max(largest, spread) // bucket_bytes)))
     while True:
-        buckets, fits = _deal(by_owner, candidates, num_buckets, bucket_bytes)
-        if fits or num_buckets == most:
+        buckets = _deal(by_owner, candidates, num_buckets, bucket_bytes)
+        if buckets is None and num_buckets == most:
+            buckets = _deal(by_owner, candidates, num_buckets, None)
+        if buckets is not None:
             return [sorted(bucket) for bucket in buckets if bucket]
         num_buckets += 1
 
@@ -256,20 +306,33 @@ def _deal(
     by_owner: dict[int, list[int]],
     candidates: Sequence[_Candidate],
     num_buckets: int,
-    bucket_bytes: int,
-) -> tuple[list[list[int]], bool]:
+    bucket_bytes: int | None,
+) -> list[list[int]] | None:
+    """Give each owner's matrices to buckets; None if some bucket would exceed a bound."""
     buckets: list[list[int]] = [[] for _ in range(num_buckets)]
     received = [0] * num_buckets
-    fits = True
+    dealt: dict[tuple[int, ...], list[int] | None] = {}  # owners of like matrices deal alike
     for own in by_owner.values():
-        sizes = [candidates[i].item.nbytes for i in own]
-        items = [Item(cost=size, nbytes=0) for size in sizes]
-        held = [0] * num_buckets
-        for i, size, part in zip(
-            own, sizes, assign_owners(items, tuple(range(num_buckets))), strict=True
-        ):
-            fits &= not held[part] or held[part] + size <= bucket_bytes
-            held[part] += size
+        sizes = tuple(candidates[i].item.nbytes for i in own)
+        if sizes not in dealt:
+            dealt[sizes] = _parts(sizes, num_buckets, bucket_bytes)
+        parts = dealt[sizes]
+        if parts is None:
+            return None
+        for i, part in zip(own, parts, strict=True):
             received[part] += candidates[i].local_nbytes
             buckets[part].append(i)
-    return buckets, fits and max(received) <= bucket_bytes
+    return buckets if bucket_bytes is None or max(received) <= bucket_bytes else None
+
+
+def _parts(sizes: Sequence[int], num_buckets: int, bucket_bytes: int | None) -> list[int] | None:
+    """Buckets of one owner's matrices, as even as can be; None if one bucket would not fit."""
+    items = [Item(cost=size, nbytes=0) for size in sizes]
+    parts = assign_owners(items, tuple(range(num_buckets)))
+    if bucket_bytes is not None:
+        held = [0] * num_buckets
+        for size, part in zip(sizes, parts, strict=True):
+            if held[part] and held[part] + size > bucket_bytes:
+                return None
+            held[part] += size
+    return parts
