@@ -2,10 +2,14 @@
 """A model as a list of parameters: names, shapes and what they are for. No torch."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from hyper_parallel.core.optimizer.matrix_view import MatrixView
+
+_NUMBER: Final = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,8 @@ class ModelParam:
     @property
     def layer(self) -> int | None:
         """Index of the layer that it belongs to: the first number in its name."""
-        return next((int(part) for part in self.name.split(".") if part.isdigit()), None)
+        found = _NUMBER.search(self.name)
+        return None if found is None else int(found[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,17 @@ def placed_params(
     """
     check_heads(model, parallelism)
     stages = stage_params(model, parallelism)
+    stage = _stage(stages, parallelism, rank, stage)
+    at = stage * parallelism.ranks_per_stage if rank is None else rank
+    return stage, place(stages[stage], parallelism, stage=stage, rank=at)
+
+
+def _stage(
+    stages: Sequence[Sequence[ModelParam]],
+    parallelism: Parallelism,
+    rank: int | None,
+    stage: int | None,
+) -> int:
     if rank is not None:
         if not 0 <= rank < parallelism.world_size:
             raise InputError(f"--rank must be below {parallelism.world_size}, got {rank}")
@@ -107,14 +118,12 @@ def placed_params(
                 f"--stage {stage} does not have rank {rank}, which is in stage "
                 f"{parallelism.stage_of(rank)}"
             )
-        stage = parallelism.stage_of(rank)
+        return parallelism.stage_of(rank)
     if stage is None:
-        stage = max(range(len(stages)), key=lambda s: (_standard_flops(stages[s]), -s))
+        return max(range(len(stages)), key=lambda s: (_standard_flops(stages[s]), -s))
     if not 0 <= stage < len(stages):
         raise InputError(f"--stage must be below pp={len(stages)}, got {stage}")
-    first = stage * parallelism.ranks_per_stage
-    at = first if rank is None else rank
-    return stage, place(stages[stage], parallelism, stage=stage, rank=at)
+    return stage
 
 
 def plan_model(
@@ -140,11 +149,10 @@ def plan_model(
     Raises:
         InputError: If the model, the axes and the settings do not fit together.
     """
+    planned = _planned(model, parallelism, settings, rank=rank, stage=stage)
     if rank is not None:
-        return _planned(model, parallelism, settings, rank=rank, stage=stage)
-    stage, _ = placed_params(model, parallelism, rank=None, stage=stage)
-    first = stage * parallelism.ranks_per_stage
-    planned = _planned(model, parallelism, settings, rank=first, stage=stage)
+        return planned
+    stage, first = planned.stage, planned.plan.rank
     busiest = busiest_rank(planned.plan)
     if busiest == first:
         return planned
@@ -171,10 +179,11 @@ def _planned(
     parallelism: Parallelism,
     settings: PlanSettings,
     *,
-    rank: int,
+    rank: int | None,
     stage: int | None,
 ) -> PlannedModel:
     at, placed = placed_params(model, parallelism, rank=rank, stage=stage)
+    rank = at * parallelism.ranks_per_stage if rank is None else rank
     policy = ReplicaPolicy(share=settings.share_replicas, shard_momentum=settings.shard_momentum)
     if settings.shard_momentum and settings.share_replicas is False:
         raise InputError(

@@ -144,7 +144,7 @@ def place(
     ep_rank = rank % ep
     own = parallelism.expert_submesh(stage, ep_rank)
     num_experts = _expert_counts(params)
-    layouts: dict[ParamLayout, ParamLayout] = {}  # parameters that lie alike share one record
+    layouts: dict[tuple[object, ...], ParamLayout] = {}  # one for parameters that lie alike
     placed = []
     for param in params:
         expert = _EXPERT.search(param.name)
@@ -158,8 +158,10 @@ def place(
             mesh = own
         elif _is_stack(param) and ep > 1:
             mesh = experts
-        layout = _layout(param, mesh)
-        layout = layouts.setdefault(layout, layout)
+        alike = mesh.names, param.shape, _tp_dim(param), *sorted(param.placements.items())
+        layout = layouts.get(alike)
+        if layout is None:
+            layout = layouts[alike] = _layout(param, mesh)
         placed.append(PlacedParam(param=param, mesh=mesh, layout=layout))
     return placed
 

@@ -133,6 +133,10 @@ class ParamLayout:
 
     def placements_text(self) -> str:
         """Placements in short, one per mesh axis: ``R``, ``S(dim)`` or ``S(dim/split)``."""
+        return self._placements_text
+
+    @cached_property
+    def _placements_text(self) -> str:
         words = []
         for axis in self.axes:
             split = f"/{axis.split_factor}" if axis.split_factor != 1 else ""

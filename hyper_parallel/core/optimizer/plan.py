@@ -69,15 +69,19 @@ class Plan:
         meshes = {mesh for mesh in self._meshes if mesh.members == ranks}
         used = [i for i, param in enumerate(self.params) if param.layout.mesh in meshes]
         position = {index: i for i, index in enumerate(used)}
+        told: dict[tuple[object, ...], str] = {}  # of parameters that are alike
         for index in used:
             param = self.params[index]
-            yield (
-                f"parameter {param.name}: shape {param.layout.shape}, "
-                f"placements {param.layout.placements_text()}, "
-                f"momentum {param.source.placements_text()}, "
-                f"mesh {param.layout.mesh.text}, "
-                f"matrix_view {param.view}, {param.work}"
-            )
+            alike = id(param.layout), id(param.source), id(param.work), param.view
+            if alike not in told:
+                told[alike] = (
+                    f"shape {param.layout.shape}, "
+                    f"placements {param.layout.placements_text()}, "
+                    f"momentum {param.source.placements_text()}, "
+                    f"mesh {param.layout.mesh.text}, "
+                    f"matrix_view {param.view}, {param.work}"
+                )
+            yield f"parameter {param.name}: {told[alike]}"
         for number, bucket in enumerate(shared):
             owners = [(position[m.param], m.matrix.box, m.owner) for m in bucket.matrices]
             yield (

@@ -70,15 +70,16 @@ def decide_sharing(
         The parameters, the unshared ones with the layout of this rank's own copy.
     """
     pays = [_pays(param, policy) for param, policy in zip(planned, policies, strict=True)]
-    exchanging = {
-        p.layout.mesh.members
+    busy = {
+        p.layout.mesh
         for p, is_shared in zip(planned, pays, strict=True)
-        if is_shared and (p.layout.num_replicas > 1 or p.layout.num_shards > 1)
+        if is_shared and len(p.layout.mesh.ranks) > 1
     }
+    exchanging = {mesh.members for mesh in busy}
+    alone_on = {mesh: mesh.members not in exchanging for mesh in {p.layout.mesh for p in planned}}
     decided: list[PlannedParam] = []
     for param, policy, is_shared in zip(planned, policies, pays, strict=True):
-        alone = param.layout.mesh.members not in exchanging
-        if is_shared or (alone and policy.share == "auto"):
+        if is_shared or (policy.share == "auto" and alone_on[param.layout.mesh]):
             decided.append(param)
         else:
             own = param.layout.without_replicas(rank)
