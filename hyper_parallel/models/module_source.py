@@ -35,7 +35,8 @@ def module_params(module: nn.Module) -> tuple[ModelParam, ...]:
             algorithm=record.algorithm,
             role=record.reason,
             view=record.matrix_view,
-            is_transposed=types.get(record.fqn.rpartition(".")[0]) == "Conv1D",
+            is_transposed=len(record.shape) == 2
+            and types.get(record.fqn.rpartition(".")[0]) == "Conv1D",
         )
         for record in muon_param_groups(module).report
         if record.algorithm != "frozen"
