@@ -92,7 +92,8 @@ def apply_fsdp(model: nn.Module) -> None:
 
 
 def apply_hsdp(model: nn.Module) -> None:
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 4)))
+    names = ("dp_replicate", "dp_shard")
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=names))
 
 
 def apply_tp(model: nn.Module) -> None:
@@ -134,7 +135,7 @@ def test_recipe_equals_what_torch_does(
         assert layouts_of_torch(model) == expected
 
 
-@pytest.mark.parametrize(("num_experts", "dim"), [(16, 0), (4, 1)])
+@pytest.mark.parametrize(("num_experts", "dim"), [(16, 0), (2, 1)])
 @pytest.mark.parametrize("is_replicated", [False, True])
 def test_expert_recipe_equals_what_torch_does(
     num_experts: int, dim: int, *, is_replicated: bool
@@ -153,8 +154,7 @@ def test_expert_recipe_equals_what_torch_does(
             cut = distribute_tensor(stack, mesh["ep"], [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(cut))
         fully_shard(experts, mesh=mesh[names[:-1]], shard_placement_fn=lambda _param: Shard(dim))
-        dense = init_device_mesh("cpu", (2, 4) if is_replicated else (8,))
-        fully_shard(model, mesh=dense)
+        apply_hsdp(model) if is_replicated else apply_fsdp(model)
         assert layouts_of_torch(model) == expected
 
 
