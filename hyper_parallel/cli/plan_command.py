@@ -27,6 +27,7 @@ from hyper_parallel.core.optimizer.hardware import Hardware, load_hardware
 from hyper_parallel.core.optimizer.hardware_presets import PRESETS
 from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
 from hyper_parallel.core.optimizer.report import quantity
+from hyper_parallel.core.optimizer.simulation import simulate
 from hyper_parallel.models.errors import InputError, unknown
 from hyper_parallel.models.planning import PlannedModel, PlanSettings, plan_model
 from hyper_parallel.reports.json_file import to_json
@@ -114,8 +115,9 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
         model, mesh, world_size=world_size, placement=placement, view=view
     )
     planned = plan_model(described, parallelism, settings, rank=read_rank(rank), stage=stage)
+    drawn = html is not None or png is not None
     report = _report(
-        planned, machine, settings, with_scaling=compare or html is not None or png is not None
+        planned, machine, settings, with_choices=compare or drawn or json_target is not None
     )
     _write(report, json_target, html, png)
     if json_target != "-":
@@ -126,17 +128,24 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
 
 
 def _report(
-    planned: PlannedModel, machine: Hardware, settings: PlanSettings, *, with_scaling: bool
+    planned: PlannedModel, machine: Hardware, settings: PlanSettings, *, with_choices: bool
 ) -> Report:
     mesh = planned.parallelism.dense_mesh(planned.stage)
-    return build_report(
-        planned.plan,
-        machine,
+    if with_choices:
+        return build_report(
+            planned.plan,
+            machine,
+            title=planned.model.name,
+            axis_names=mesh.names,
+            mesh=mesh.layout,
+            replica_route=settings.replica_route,
+        )
+    return Report(
         title=planned.model.name,
-        axis_names=mesh.names,
-        mesh=mesh.layout,
-        with_scaling=with_scaling,
-        replica_route=settings.replica_route,
+        hardware=machine,
+        simulation=simulate(planned.plan, machine, axis_names=mesh.names, mesh=mesh.layout),
+        choices=(),
+        scaling=(),
     )
 
 
