@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.models.catalog import preset
+from hyper_parallel.models.catalog import PRESETS, preset
 from hyper_parallel.models.errors import InputError
 from hyper_parallel.models.model_param import Model
 from hyper_parallel.models.shape_list import shape_list
@@ -17,8 +17,9 @@ def load_model(given: str) -> Model:
     """Find out what was given, and read it.
 
     Args:
-        given: A preset's name; a Hugging Face ``config.json`` or a directory with one; a JSON list
-            of names and shapes; or ``module:function``.
+        given: A preset's name, which comes first (``./gpt2`` is a folder); a Hugging Face
+            ``config.json`` or a folder with one; a JSON list of names and shapes; or
+            ``module:function``.
 
     Returns:
         The model.
@@ -27,6 +28,8 @@ def load_model(given: str) -> Model:
         InputError: If it is none of these, or not what it seems.
     """
     path = Path(given)
+    if given.lower() in PRESETS:
+        return preset(given)
     if path.suffix == ".json" or os.sep in given or path.exists():
         return _from_file(path)
     if ":" in given:

@@ -35,7 +35,7 @@ class LayoutReader:
         self._replicate_mesh = replicate_mesh
         self._by_identity: dict[int, tuple[DeviceMesh, MeshLayout]] = {}
         self._by_value: dict[MeshLayout, MeshLayout] = {}
-        self._layouts: dict[ParamLayout, ParamLayout] = {}
+        self._layouts: dict[tuple[object, ...], ParamLayout] = {}
 
     def read(self, tensor: Tensor, name: str) -> ParamLayout:
         """Layout of a parameter.
@@ -53,8 +53,13 @@ class LayoutReader:
                 replica, a mesh without this rank, or one whose ranks do not ascend along each
                 axis.
         """
-        layout = self._read(tensor, name)
-        return self._layouts.setdefault(layout, layout)
+        alike: tuple[object, ...] = (tensor.shape,)
+        if isinstance(tensor, DTensor):
+            mesh = self.mesh_layout(tensor.device_mesh, name)
+            alike = tensor.shape, tensor.placements, mesh
+        if alike not in self._layouts:
+            self._layouts[alike] = self._read(tensor, name)
+        return self._layouts[alike]
 
     def _read(self, tensor: Tensor, name: str) -> ParamLayout:
         shape = tuple(tensor.shape)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.optimizer.bucket import PlannedParam
+from hyper_parallel.core.optimizer.bucket import Orthogonalization, PlannedParam
 from hyper_parallel.core.optimizer.collectives import ProcessGroups, current_rank, world_size
 from hyper_parallel.core.optimizer.dtensor_layout import LayoutReader, local_tensor, meshes_of
 from hyper_parallel.core.optimizer.executor import Executor
@@ -72,6 +72,7 @@ def basis_of(groups: Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
     return tuple(basis)
 
 
+@torch.no_grad()  # local tensors are read as they lie, without a record for autograd
 def build_engine(
     groups: Sequence[Mapping[str, Any]],
     *,
@@ -98,24 +99,27 @@ def build_engine(
     planned: list[PlannedParam] = []
     entries: list[SteppedParam] = []
     others: list[SteppedParam] = []
+    policies: list[ReplicaPolicy] = []
     for number, group in enumerate(groups):
+        settings = None if group["algorithm"] == "adamw" else _Settings(group, f"group {number}")
         for name, param in zip(param_names(group, number), group["params"], strict=True):
             local_shape = tuple(local_tensor(param).shape)
-            ranks = reader.ranks_of(param, name)
-            if group["algorithm"] == "adamw":
+            if settings is None:
+                ranks = reader.ranks_of(param, name)
                 others.append(SteppedParam(name, param, group, local_shape, param.dtype, ranks))
                 continue
             layout = reader.read(param, name)
+            ranks = layout.mesh.members
             _check_local_shape(name, local_shape, layout, rank)
-            work = orthogonalization_of(group, name, device_type=param.device.type)
-            view = normalize_view(group["matrix_view"], name)
-            plan_of = shared_param(name, layout, view, work=work, policy=_policy(group))
+            work = settings.work_on(param.device.type)
+            plan_of = shared_param(name, layout, settings.view, work=work, policy=settings.policy)
             finer = None if plan_of.source is plan_of.layout else plan_of.source
             planned.append(plan_of)
+            policies.append(settings.policy)
             entries.append(SteppedParam(name, param, group, local_shape, param.dtype, ranks, finer))
     for entry in [*entries, *others]:
         _check_world(entry)
-    planned = decide_sharing(planned, [_policy(entry.group) for entry in entries], rank)
+    planned = decide_sharing(planned, policies, rank)
     plan = build_plan(planned, rank=rank, bucket_bytes=bucket_bytes, replica_route=replica_route)
     process_groups = ProcessGroups(meshes_of([entry.param for entry in entries]))
     # Replicas that share no work exchange nothing for it, but must step alike all the same.
@@ -128,8 +132,24 @@ def build_engine(
     return Engine(basis_of(groups), tuple(entries), tuple(others), plan, executor)
 
 
-def _policy(group: Mapping[str, Any]) -> ReplicaPolicy:
-    return ReplicaPolicy(share=group["share_replicas"], shard_momentum=group["shard_momentum"])
+class _Settings:
+    """What the parameters of a Muon group have in common."""
+
+    def __init__(self, group: Mapping[str, Any], label: str) -> None:
+        self.view = normalize_view(group["matrix_view"], label)
+        self.policy = ReplicaPolicy(
+            share=group["share_replicas"], shard_momentum=group["shard_momentum"]
+        )
+        self._group = group
+        self._label = label
+        self._work: dict[str, Orthogonalization] = {}
+
+    def work_on(self, device_type: str) -> Orthogonalization:
+        """How their matrices are orthogonalized on a device."""
+        if device_type not in self._work:
+            work = orthogonalization_of(self._group, self._label, device_type=device_type)
+            self._work[device_type] = work
+        return self._work[device_type]
 
 
 def _check_local_shape(
@@ -153,7 +173,7 @@ def _check_world(entry: SteppedParam) -> None:
 
 
 def _device_of(entries: Sequence[SteppedParam]) -> torch.device:
-    devices = {local_tensor(entry.param).device: entry.name for entry in entries}
+    devices = {entry.param.device: entry.name for entry in entries}
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(

@@ -163,9 +163,16 @@ class ParamLayout:
         """Whether two positions belong to the same copy of the tensor."""
         return all(coordinate[i] == like[i] for i in self.replicate_axes)
 
-    def copy_coordinates(self, coordinate: Coordinate) -> Iterator[Coordinate]:
+    @cached_property
+    def _copies(self) -> dict[Coordinate, tuple[Coordinate, ...]]:
+        return {}
+
+    def copy_coordinates(self, coordinate: Coordinate) -> tuple[Coordinate, ...]:
         """Positions that together hold one whole copy and include ``coordinate``."""
-        return _vary(coordinate, self.shard_axes, self.mesh.shape)
+        copy = tuple(coordinate[i] for i in self.replicate_axes)
+        if copy not in self._copies:
+            self._copies[copy] = tuple(_vary(coordinate, self.shard_axes, self.mesh.shape))
+        return self._copies[copy]
 
     def replica_coordinates(self, coordinate: Coordinate) -> Iterator[Coordinate]:
         """Positions that hold the same shard as ``coordinate``, itself included."""

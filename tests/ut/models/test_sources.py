@@ -62,6 +62,16 @@ def test_a_config_that_cannot_be_built_is_told(tmp_path: Path) -> None:
         load_model(config(tmp_path, hidden_size="wide"))
 
 
+def test_a_preset_comes_before_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert load_model("gpt2").numel == 124_439_808
+    with pytest.raises(InputError, match="gpt2 is a directory without a config"):
+        load_model("./gpt2")
+
+
 def test_a_function_builds_on_no_device() -> None:
     model = load_model(f"{__name__}:two_layers")
     assert [(p.name, p.shape, p.algorithm) for p in model.params] == [
