@@ -18,8 +18,8 @@ from hyper_parallel.core.optimizer.hardware import Hardware, Link
 from hyper_parallel.core.optimizer.layout import MeshLayout, ParamLayout
 from hyper_parallel.core.optimizer.matrix_view import matrices_of
 from hyper_parallel.core.optimizer.memory import orthogonalize_bytes
+from hyper_parallel.core.optimizer.owners import Item, assign_owners
 from hyper_parallel.core.optimizer.plan import Plan
-from hyper_parallel.core.optimizer.planner import Item, assign_owners
 from hyper_parallel.core.optimizer.report import quantity
 from hyper_parallel.core.optimizer.simulation import reference_mesh
 

@@ -144,6 +144,10 @@ class ParamLayout:
         return " ".join(words)
 
     @cached_property
+    def _local_shapes(self) -> dict[Coordinate, tuple[int, ...]]:
+        return {}
+
+    @cached_property
     def _regions(self) -> dict[Coordinate, Region]:
         return {}
 
@@ -157,7 +161,12 @@ class ParamLayout:
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
         """Shape of the local tensor at ``coordinate``."""
-        return _local_shape(self.shape, self.axes, self.mesh.shape, coordinate)
+        shape = self._local_shapes.get(coordinate)
+        if shape is None:
+            region = self.region(coordinate)
+            shape = tuple(sum(stop - start for start, stop in spans) for spans in region)
+            self._local_shapes[coordinate] = shape
+        return shape
 
     def replica_of(self, coordinate: Coordinate, like: Coordinate) -> bool:
         """Whether two positions belong to the same copy of the tensor."""
@@ -258,17 +267,6 @@ def _region(
         spans_after_cuts(length, tuple(dim_cuts))
         for length, dim_cuts in zip(shape, cuts, strict=True)
     )
-
-
-@lru_cache(maxsize=1 << 16)
-def _local_shape(
-    shape: tuple[int, ...],
-    axes: tuple[AxisPlacement, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: Coordinate,
-) -> tuple[int, ...]:
-    region = _region(shape, axes, mesh_shape, coordinate)
-    return tuple(sum(stop - start for start, stop in spans) for spans in region)
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> Coordinate:

@@ -21,12 +21,11 @@ from hyper_parallel.core.optimizer.bucket import (
 from hyper_parallel.core.optimizer.forms import Form, form_flops
 from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
 from hyper_parallel.core.optimizer.matrix_view import MatrixBox, MatrixView, matrices_of
+from hyper_parallel.core.optimizer.owners import Item, assign_owners
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import (
     LARGEST_DIRECT_GROUP,
     REPLICA_ROUTES,
-    Item,
-    assign_owners,
     build_plan,
 )
 from hyper_parallel.core.optimizer.report import received_bytes
