@@ -136,7 +136,8 @@ def parse_comparison(argv: Sequence[str] | None) -> Comparison:
     arguments = parser.parse_args(argv)
     num_processes: int = arguments.nproc or _default_num_processes(arguments.batch)
     for optimizer in LABELS:
-        run_options = {**vars(arguments), "optimizer": optimizer, "resume": False}
+        run_options = {**vars(arguments), "optimizer": optimizer}
+        run_options |= {"resume": False, "auto_resume": False}
         run_options["run_dir"] = arguments.run_dir / optimizer
         del run_options["nproc"]
         check_options(argparse.Namespace(**run_options), world_size=num_processes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain GPT over bytes: pre-norm blocks, learned positions, no dropout, no biases.
+"""A plain GPT over bytes: pre-norm blocks, learned positions, no biases.
 
 Shape legend: ``B`` sequences, ``T`` positions, ``H`` heads, ``D`` width, ``V`` vocabulary.
 """
@@ -24,12 +24,14 @@ class GPTConfig:
         width: Features of the residual stream. A multiple of ``num_heads``.
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
+        dropout: Share of what each half of a block adds that is dropped in training.
     """
 
     context: int = 128
     width: int = 256
     num_layers: int = 4
     num_heads: int = 4
+    dropout: float = 0.0
 
 
 class Attention(nn.Module):
@@ -78,11 +80,12 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width)
         self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):

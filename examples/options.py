@@ -4,6 +4,7 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,13 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 MESH_AXES = ("dp_replicate", "dp_shard")
-_PER_START = {"run_dir", "resume", "mesh"}  # may differ when a run is resumed
+_PER_START = {
+    "run_dir",
+    "resume",
+    "auto_resume",
+    "timeout",
+    "mesh",
+}  # may differ when a run is resumed
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -28,6 +35,8 @@ class Options:
     """What to train and how. One field an option of the command line, same name, same unit.
 
     Attributes:
+        auto_resume: Continue ``run_dir`` if it has a checkpoint, else start.
+        timeout: Seconds that a rank waits for another.
         mesh: Size of each mesh axis by name, in the order of ``MESH_AXES``.
         batch: Sequences a step, over all ranks.
     """
@@ -36,6 +45,8 @@ class Options:
     data: Path | None
     run_dir: Path
     resume: bool
+    auto_resume: bool
+    timeout: int
     mesh: dict[str, int]
     width: int
     layers: int
@@ -48,6 +59,7 @@ class Options:
     adamw_lr: float
     weight_decay: float
     clip: float
+    dropout: float
     ns_dtype: str
     seed: int
     eval_every: int
@@ -86,6 +98,14 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     _add_float(group, "--weight-decay", 0.1, "decay of matrices per unit of learning rate")
     _add_float(group, "--clip", 1.0, "largest norm of the whole gradient")
     group.add_argument(
+        "--dropout",
+        type=_share,
+        default=0.0,
+        metavar="X",
+        help="share of each block's output that is dropped; its draws depend on seed, step and "
+        "rank alone (default: %(default)s)",
+    )
+    group.add_argument(
         "--ns-dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
@@ -101,6 +121,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "dp_replicate=2,dp_shard=4; their product is the number of processes "
         "(default: dp_shard over all of them)",
     )
+    _add_int(group, "--timeout", 1800, "seconds a process waits for another before it gives up")
 
     group = parser.add_argument_group("output")
     _add_int(group, "--eval-every", 25, "steps between validations")
@@ -116,7 +137,8 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_train_options(argv: Sequence[str] | None, *, world_size: int) -> Options:
     """Parse and check the command line of one training run.
 
-    With ``--resume`` the options of the run so far are the defaults: none need be repeated.
+    With ``--resume``, or ``--auto-resume`` where there is a run, the options of the run so far are
+    the defaults: none need be repeated.
 
     Args:
         argv: Arguments without the program's name. None takes ``sys.argv``.
@@ -132,7 +154,9 @@ def parse_train_options(argv: Sequence[str] | None, *, world_size: int) -> Optio
         usage="%(prog)s [options]",
         description="Train a small byte-level GPT with fully_shard, by Muon or AdamW.",
         epilog="one process: python examples/train_gpt.py; "
-        "several: torchrun --nproc-per-node 2 examples/train_gpt.py",
+        "several: torchrun --nproc-per-node 2 examples/train_gpt.py; "
+        "through any failure: torchrun --nproc-per-node 2 --max-restarts 10 "
+        "examples/train_gpt.py --auto-resume",
     )
     parser.add_argument(
         "--optimizer",
@@ -150,10 +174,18 @@ def parse_train_options(argv: Sequence[str] | None, *, world_size: int) -> Optio
     parser.add_argument(
         "--resume", action="store_true", help="continue --run-dir from its newest checkpoint"
     )
+    parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="continue --run-dir from its newest complete checkpoint, or start if it has none: the "
+        "same command starts a run, restarts it after a crash at any moment, and moves it to "
+        "another number of processes; weights, optimizer, schedule, batches and random draws go "
+        "on as if nothing had happened, and at most --checkpoint-every steps are done again",
+    )
     add_training_arguments(parser)
     arguments = parser.parse_args(argv)
     run_dir: Path = arguments.run_dir or Path("runs") / arguments.optimizer
-    if arguments.resume:
+    if arguments.resume or (arguments.auto_resume and _options_path(run_dir).is_file()):
         parser.set_defaults(**read_options(run_dir))
         arguments = parser.parse_args(argv)
     arguments.run_dir = run_dir
@@ -186,7 +218,8 @@ def check_options(arguments: argparse.Namespace, *, world_size: int) -> Options:
         raise ValueError(f"--warmup {options.warmup} must be less than --steps {options.steps}")
     if not options.prompt:
         raise ValueError("--prompt is empty; pass at least one character")
-    if not options.resume and (options.run_dir / "metrics.jsonl").exists():
+    continues = options.resume or options.auto_resume
+    if not continues and (options.run_dir / "metrics.jsonl").exists():
         raise ValueError(
             f"--run-dir {options.run_dir} holds a run already; "
             "continue it with --resume, or pass another folder"
@@ -202,7 +235,12 @@ def write_options(options: Options) -> None:
     """
     kept = {name: value for name, value in asdict(options).items() if name not in _PER_START}
     text = json.dumps(kept, default=str, indent=2)
-    (options.run_dir / "options.json").write_text(text + "\n")
+    path = _options_path(options.run_dir)
+    draft = path.with_suffix(
+        ".draft"
+    )  # a run may end at any moment: the file is whole, or not there
+    draft.write_text(text + "\n")
+    os.replace(draft, path)
 
 
 def read_options(run_dir: Path) -> dict[str, Any]:
@@ -217,11 +255,15 @@ def read_options(run_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: If the folder holds no run.
     """
-    path = run_dir / "options.json"
+    path = _options_path(run_dir)
     if not path.is_file():
         raise ValueError(f"--resume: no run in {run_dir}; pass its --run-dir, or drop --resume")
     values: dict[str, Any] = json.loads(path.read_text())
     return values
+
+
+def _options_path(run_dir: Path) -> Path:
+    return run_dir / "options.json"
 
 
 def _parse_mesh(text: str | None, *, world_size: int) -> dict[str, int]:
@@ -270,6 +312,13 @@ def _finite(value: str) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{value!r} is not a finite number of 0 or more")
+    return number
+
+
+def _share(value: str) -> float:
+    number = _finite(value)
+    if number >= 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a share: 0 or more, less than 1")
     return number
 
 

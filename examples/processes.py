@@ -4,8 +4,9 @@
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ import torch.distributed as dist
 _HEAD_START_S = 5  # far more than the local ranks start apart
 
 
-def start_process_group() -> torch.device:
+def start_process_group(*, timeout_s: float) -> torch.device:
     """Join the ranks that ``torchrun`` started, or be the only one.
+
+    Args:
+        timeout_s: Seconds that a rank waits in a collective for another before it raises.
 
     Returns:
         This rank's device: its GPU, else the CPU with this rank's part of the cores.
@@ -28,13 +32,27 @@ def start_process_group() -> torch.device:
         num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, num_cores() // num_local_ranks))
         backend, device_id = "gloo", None
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device_id)
-    else:
-        dist.init_process_group(
-            backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1, device_id=device_id
-        )
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, device_id=device_id, timeout=timeout, **_meeting(timeout))
     return device
+
+
+def _meeting(timeout: timedelta) -> dict[str, Any]:
+    """Return where the ranks find each other, as arguments of ``init_process_group``."""
+    if "RANK" not in os.environ:
+        return {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    # ``torchrun`` restarts the ranks, but keeps the store in which they left their addresses, and
+    # torch 2.13 reads those of the dead: it cannot connect, or waits for ever. So each start gets
+    # keys of its own. The count is the same everywhere as long as there is one machine; for more,
+    # give torchrun TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and it makes a new store at each start.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def num_cores() -> int:

@@ -2,6 +2,7 @@
 """What a training run shows on the screen and leaves in ``metrics.jsonl``. Imports no torch."""
 
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -120,7 +121,9 @@ class RunLog:
         if step and self._path.exists():
             self.records = [r for r in read_steps(self._path) if r["step"] <= step]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        draft = self._path.with_suffix(".draft")  # the run may end here, too
+        draft.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        os.replace(draft, self._path)
 
 
 def read_steps(path: Path) -> list[Record]:
@@ -130,9 +133,9 @@ def read_steps(path: Path) -> list[Record]:
         path: A ``metrics.jsonl``.
 
     Returns:
-        One record a step, without the summary.
+        One record a step, without the summary, and without a last line that a crash cut off.
     """
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text().splitlines(True) if line[-1] == "\n"]
     return [record for record in records if "summary" not in record]
 
 

@@ -8,7 +8,11 @@ One process, or one per core or GPU, by the same file::
     torchrun --nproc-per-node 8 examples/train_gpt.py --mesh dp_replicate=2,dp_shard=4
 
 Weights and batches depend on ``--seed`` alone and each process takes its slice of the global
-batch, so any number of processes follows the same training curve.
+batch, so any number of processes follows the same training curve. With ``--auto-resume`` the run
+may be killed at any moment: the same command goes on from the last complete checkpoint, on as many
+processes as there are, and nobody can tell from the weights::
+
+    torchrun --nproc-per-node 2 --max-restarts 10 examples/train_gpt.py --auto-resume
 """
 
 import math
@@ -18,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,6 +55,7 @@ def build_model(options: Options, device: torch.device) -> GPT:
         width=options.width,
         num_layers=options.layers,
         num_heads=options.heads,
+        dropout=options.dropout,
     )
     model = GPT(config).to(device)
     mesh = init_device_mesh(
@@ -110,6 +116,12 @@ def global_mean(value: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
+def seed_step(options: Options, step: int) -> None:
+    """Make what this rank draws in a step a function of seed, step and rank: no state to save."""
+    entropy = np.random.SeedSequence([options.seed, step, dist.get_rank()])
+    torch.manual_seed(int(entropy.generate_state(1)[0]))
+
+
 def now(device: torch.device) -> float:
     """Return the seconds on a clock, once the device has done what it was given."""
     if device.type == "cuda":
@@ -120,6 +132,7 @@ def now(device: torch.device) -> float:
 def train_step(state: TrainingState, batch: Tensor, *, options: Options) -> Record:
     """Return what one optimizer step on this rank's ``batch`` measured."""
     start_s = now(batch.device)
+    seed_step(options, state.step)
     lr = state.scheduler.get_last_lr()[0]
     loss = loss_of(state.model, batch)
     loss.backward()
@@ -145,12 +158,16 @@ def train_step(state: TrainingState, batch: Tensor, *, options: Options) -> Reco
 @torch.no_grad()
 def validation_loss(model: nn.Module, batches: Sequence[Tensor]) -> float:
     """Return the mean loss over this rank's slices of the validation batches, in nats per byte."""
-    return global_mean(torch.stack([loss_of(model, batch) for batch in batches]).mean())
+    model.eval()
+    losses = [loss_of(model, batch) for batch in batches]
+    model.train()
+    return global_mean(torch.stack(losses).mean())
 
 
 def sample_text(model: nn.Module, options: Options, device: torch.device) -> str:
     """Return two continuations of the prompt. Every rank calls: a forward needs all shards."""
     assert isinstance(model, FSDPModule)
+    model.eval()
     model.set_reshard_after_forward(False)  # gather the weights once, not for every byte
     prompt = torch.tensor(list(options.prompt.encode()), device=device)
     rows = generate(
@@ -176,7 +193,7 @@ def train(options: Options, data: TextData, device: torch.device) -> None:
     optimizer, plan = build_optimizer(model, options)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, options))
     state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler)
-    if options.resume:
+    if options.resume or (options.auto_resume and has_checkpoint(options.run_dir)):
         load_checkpoint(state, options.run_dir)
     log = RunLog(
         options.run_dir,
@@ -212,6 +229,15 @@ def train(options: Options, data: TextData, device: torch.device) -> None:
     log.say(f"results in {options.run_dir}")
 
 
+def has_checkpoint(run_dir: Path) -> bool:
+    """Return whether a run can be continued."""
+    try:
+        newest_checkpoint(run_dir)
+    except ValueError:
+        return False
+    return True
+
+
 def is_due(step: int, every: int, options: Options) -> bool:
     """Return whether ``step`` is a multiple of ``every`` or the last one; never if that is 0."""
     return every > 0 and (step % every == 0 or step == options.steps)
@@ -227,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.run_dir.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         exit_with(error)
-    device = start_process_group()
+    device = start_process_group(timeout_s=options.timeout)
     try:
         train(options, data, device)
     finally:
