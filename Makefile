@@ -5,7 +5,7 @@ RANKS ?= 2
 CASES ?= 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check format ut st test-long demo bench gpu clean
+.PHONY: help install test check format ut st test-long demo bench soak gpu clean
 
 help:              ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,7 +24,7 @@ check: install     ## format, lint, types, import contracts, doctests and tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not gpu" -q
+	$(BIN)/python -m pytest -m "not gpu and not long" -q
 
 format: install    ## format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -36,7 +36,8 @@ ut: install        ## tests in one process; seconds
 st: install        ## tests on several gloo ranks
 	$(BIN)/python -m pytest -q tests/st
 
-test-long: install ## the property test over layouts with CASES cases (5000)
+test-long: install ## tests that take minutes, and the property test over layouts with CASES cases (5000)
+	$(BIN)/python -m pytest -q -m long
 	HYPER_PARALLEL_CASES=$(CASES) $(BIN)/python -m pytest -q --hypothesis-show-statistics tests/st/core/optimizer/test_property.py
 
 demo: install      ## train a small GPT with Muon and with AdamW on RANKS ranks (2), and compare
@@ -45,6 +46,9 @@ demo: install      ## train a small GPT with Muon and with AdamW on RANKS ranks 
 bench: install     ## one step beside every peer that runs here, into benchmarks/results; half an hour
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/dev.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.steps --growth --profile --output benchmarks/results $(ARGS)
+
+soak: install      ## train 2,000 steps while ranks are killed 33 times, and compare bits; 15 minutes
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 gpu: install       ## tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu

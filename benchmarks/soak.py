@@ -7,14 +7,15 @@ Three runs of ``examples/train_gpt.py`` with the same options::
     moved        no kill but the ones after which the job goes on with another number of ranks
     soaked       a rank is killed every few dozen steps, and ``torchrun`` restarts the job
 
-The soaked run must have the bits of the moved one: every loss, all weights, all optimizer state. The
-undisturbed one says what the change of the number of ranks costs, which is rounding alone.
+The soaked run must have the bits of the moved one: every loss, all weights, all optimizer state.
+The undisturbed one says what the change of the number of ranks costs, which is rounding alone.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,12 +255,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if arguments.run_dir.exists():
         parser.error(f"--run-dir {arguments.run_dir} exists already; remove it or pass another")
+    folder = arguments.run_dir.resolve()
+    shutil.copytree(arguments.data, folder / "text")  # it may be edited while the soak runs
     options = [
         *(*MODEL, f"--checkpoint-every={arguments.checkpoint_every}", f"--seed={arguments.seed}"),
-        *(f"--eval-every={arguments.steps}", f"--data={arguments.data.resolve()}"),
+        *(f"--eval-every={arguments.steps}", f"--data={folder / 'text'}"),
     ]
     console = Console()
-    soak = Soak(arguments.run_dir.resolve(), options, steps=arguments.steps, console=console)
+    soak = Soak(folder, options, steps=arguments.steps, console=console)
     phases = plan_faults(
         ranks,
         steps=arguments.steps,
@@ -268,10 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=arguments.seed,
     )
     undisturbed = soak.run("undisturbed", [Phase(world_size=ranks[0])])
-    moved = soak.run("moved", without_restarts(phases))
+    moved = soak.run("moved", without_restarts(phases)) if len(ranks) > 1 else undisturbed
     soaked = soak.run("soaked", phases)
     result = compare(soaked, moved=moved, undisturbed=undisturbed)
-    (arguments.run_dir / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     console.print(report(result), markup=False, highlight=False, soft_wrap=True)
     return 0 if result["bitwise"] else 1
 

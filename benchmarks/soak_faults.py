@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from examples import train_gpt
 from examples.checkpoint import TrainingState

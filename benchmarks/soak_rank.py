@@ -25,6 +25,9 @@ def main(argv: list[str]) -> None:
 
     Args:
         argv: The file of the faults, the log of events, then the options of the example.
+
+    Raises:
+        RuntimeError: What this rank was told when another was struck.
     """
     faults = [Fault(**fields) for fields in json.loads(Path(argv[0]).read_text())]
     log = EventLog(Path(argv[1]))

@@ -186,7 +186,9 @@ def report(result: Result) -> str:
         "optimizer steps": f"{result['steps']:,}",
         "ranks, one after the other": ", ".join(map(str, result["ranks"])),
         "kills survived": f"{sum(result['kills'].values())}: {kills}",
-        "steps done again": f"{result['recomputed']} in all, at most {result['most_recomputed']} a kill",
+        "steps done again": (
+            f"{result['recomputed']} in all, at most {result['most_recomputed']} a kill"
+        ),
         "state lost": f"{result['other_tensors']} of {result['tensors']} tensors",
         "losses that differ": f"{result['other_losses']} of {result['steps']:,}",
         "loss, first and last step": f"{result['first_loss']:.4f}, {result['last_loss']:.4f}",

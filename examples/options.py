@@ -4,7 +4,6 @@
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -240,7 +239,7 @@ def write_options(options: Options) -> None:
         ".draft"
     )  # a run may end at any moment: the file is whole, or not there
     draft.write_text(text + "\n")
-    os.replace(draft, path)
+    draft.replace(path)
 
 
 def read_options(run_dir: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 """What a training run shows on the screen and leaves in ``metrics.jsonl``. Imports no torch."""
 
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -123,7 +122,7 @@ class RunLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".draft")  # the run may end here, too
         draft.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        os.replace(draft, self._path)
+        draft.replace(self._path)
 
 
 def read_steps(path: Path) -> list[Record]:
@@ -135,7 +134,9 @@ def read_steps(path: Path) -> list[Record]:
     Returns:
         One record a step, without the summary, and without a last line that a crash cut off.
     """
-    records = [json.loads(line) for line in path.read_text().splitlines(True) if line[-1] == "\n"]
+    records = [
+        json.loads(line) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"
+    ]
     return [record for record in records if "summary" not in record]
 
 

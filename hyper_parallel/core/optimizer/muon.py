@@ -296,6 +296,7 @@ class Muon(Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """State and settings as tensors, numbers, strings and tuples of them; dtypes by name."""
+        self._ready()  # a framework may have exchanged the parameters in the groups for shards
         return with_dtype_names(super().state_dict())
 
     @override

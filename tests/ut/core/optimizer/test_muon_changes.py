@@ -185,3 +185,16 @@ def test_a_group_that_a_scheduler_wrote_to_can_be_used_again() -> None:
     optimizer = Muon([{"params": [ones(4, 8)]}, {"params": [ones(8)], "algorithm": "adamw"}])
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     Muon([{**group, "params": [ones(4, 8)]} for group in optimizer.param_groups])
+
+
+def test_exchanged_parameters_have_state_before_the_first_step() -> None:
+    """C25: accelerate builds the optimizer, shards, exchanges the parameters and loads."""
+    a, b = ones(4, 8), ones(3)
+    optimizer = Muon([{"params": [a]}, {"params": [b], "algorithm": "adamw", "lr": 0.1}])
+    c, d = ones(2, 8), ones(2)
+    optimizer.param_groups[0]["params"] = [c]
+    optimizer.param_groups[1]["params"] = [d]
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["momentum_buffer"].shape == (2, 8)
+    assert saved["state"][1]["exp_avg"].shape == (2,)
+    assert set(optimizer.state) == {c, d}
