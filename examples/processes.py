@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed's, with types
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, with types
 
 _HEAD_START_S = 5  # far more than the local ranks start apart
 
@@ -50,7 +50,7 @@ def _meeting(timeout: timedelta) -> dict[str, Any]:
     # give torchrun TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and it makes a new store at each start.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: dist.Store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    store: Store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     return {"store": store, "rank": rank, "world_size": world_size}
