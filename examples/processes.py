@@ -10,7 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, with types
+from torch._C._distributed_c10d import (  # torch.distributed's, with types
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 _HEAD_START_S = 5  # far more than the local ranks start apart
 
