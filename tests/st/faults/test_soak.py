@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,12 @@ def wait_for(path: Path, pattern: str, *, timeout_s: float) -> str:
     raise TimeoutError(f"{pattern} is not in {path}")
 
 
+def tree_of(pid: int) -> list[int]:
+    """A process and all below it: torchrun's ranks have sessions of their own, and outlive it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(grandchild for child in children for grandchild in tree_of(int(child)))]
+
+
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_steps(folder / "run" / "metrics.jsonl")]
 
@@ -134,7 +141,9 @@ def test_a_job_killed_from_outside_at_any_moment_goes_on(tmp_path: Path) -> None
     for seconds in (3.0, 9.0, 10.1, 11.7, 12.3, 13.9):
         process = start(killed, max_restarts=0, steps=200, every=5)
         time.sleep(seconds)
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in tree_of(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
     assert start(killed, max_restarts=0, steps=200, every=5).wait() == 0
     assert losses(killed) == losses(whole)
