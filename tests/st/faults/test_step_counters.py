@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that had nothing to do must not fall out of step with the others."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ def counters(missing: str) -> tuple[list[str], float]:
         torch.nn.Parameter(DTensor.from_local(torch.ones(shape), mesh, [Shard(0)], run_check=False))
         for shape in ((2, 6), (2,))
     )
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [("matrix", matrix)]},
         {"params": [("scale", scale)], "algorithm": "adamw", "lr": 0.1},
     ]
