@@ -67,12 +67,14 @@ def calibrate(
         raise ValueError(f"budget_s: expected at least {_START_UP_S + 5}, got {budget_s}")
     at_once = min(at_once, num_ranks)
     progress(f"matrix products and memory, on {at_once} ranks at once", 0.0)
-    alone = _on_ranks(_Task("rates", at_once, device_type, budget_s - _START_UP_S))
+    seen = alone = _on_ranks(_Task(at_once, device_type, budget_s - _START_UP_S))
     progress(f"all-to-all among {num_ranks} ranks", 0.8)
     link = Link(latency_s=0.0, bytes_per_s=alone[0]["memory"])  # a rank alone exchanges nothing
     if num_ranks > 1:
-        seen = _on_ranks(_Task("exchanges", num_ranks, device_type))
-        slowest = [(size, max(s[i][1] for s in seen)) for i, (size, _) in enumerate(seen[0])]
+        if num_ranks > at_once:
+            seen = _on_ranks(_Task(num_ranks, device_type, budget_s=0.0))
+        times = [rank["exchanges"] for rank in seen]
+        slowest = [(size, max(t[i][1] for t in times)) for i, (size, _) in enumerate(times[0])]
         link = fit_link(slowest, num_ranks - 1)
     progress("done", 1.0)
     return Hardware(
@@ -106,10 +108,9 @@ def _memory_bytes(device_type: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    what: str
     num_ranks: int
     device_type: str
-    budget_s: float = 0.0
+    budget_s: float  # for rates; exchanges alone if 0
 
 
 def _on_ranks(task: _Task) -> list[Any]:
@@ -137,9 +138,9 @@ def _measure(rank: int, task: _Task, folder: str) -> None:
         timeout=_TIMEOUT,
     )
     # Both begin and end with an exchange, so that all measure at once and nobody leaves early.
-    found: Any = measure_exchanges(rank, task.num_ranks, device)
-    if task.what == "rates":
-        found = _rates(device, task.budget_s)
+    found: dict[str, Any] = {"exchanges": measure_exchanges(rank, task.num_ranks, device)}
+    if task.budget_s:
+        found |= _rates(device, task.budget_s)
     torch.save(found, Path(folder) / f"{rank}.pt")
     measure_exchanges(rank, task.num_ranks, device)
     dist.destroy_process_group()
