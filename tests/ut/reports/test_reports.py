@@ -3,6 +3,8 @@
 
 import io
 import json
+import re
+from html import escape
 from pathlib import Path
 
 import jsonschema
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from hyper_parallel.core.optimizer.hardware_presets import PRESETS
 from hyper_parallel.reports import Report, build_report
+from hyper_parallel.reports.html import to_html
 from hyper_parallel.reports.json_file import schema, to_json, write_json
 from hyper_parallel.reports.png import write_png
 from hyper_parallel.reports.terminal import WIDTH, print_report
@@ -99,6 +102,16 @@ def test_a_terminal_report_says_what_matters(report: Report) -> None:
         assert f"> {choice.chosen}" in text
         assert choice.reason in text
     assert "64 2 x 8 x 4" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_is_made_of_anything(kind: str) -> None:
+    report = small(kind)
+    page = to_html(report)
+    for headline in report.headlines():
+        assert escape(headline.note) in page
+    assert ("plot-scaling" in page) == bool(report.scaling)
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.http", page)
 
 
 def test_a_picture_is_a_slide(report: Report, tmp_path: Path) -> None:
