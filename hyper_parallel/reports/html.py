@@ -18,7 +18,7 @@ from hyper_parallel.reports.figures import (
     timeline_figure,
     traffic_figure,
 )
-from hyper_parallel.reports.report import Report, counted, duration
+from hyper_parallel.reports.report import Report, counted, duration, elements
 
 _CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
 
@@ -53,7 +53,7 @@ def to_html(report: Report) -> str:
         facts=escape(
             f"{counted(simulation.num_params, 'parameter')}, "
             f"{counted(simulation.num_matrices, 'matrix', 'matrices')}, "
-            f"{simulation.num_elements / 1e9:,.3g} billion elements, "
+            f"{elements(simulation.num_elements)}, "
             f"{counted(simulation.num_buckets, 'bucket')} of at most "
             f"{quantity(simulation.bucket_bytes, 'B')}"
         ),

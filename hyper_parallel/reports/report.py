@@ -16,6 +16,9 @@ from hyper_parallel.core.optimizer.simulation import Simulation, simulate
 SCHEMA_VERSION: Final = 1
 REPEAT: Final = "gather and repeat"
 
+# Bytes to each peer, on average, below which latency takes longer than the bytes on current links.
+_SHORT_MESSAGE: Final = 65536
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
@@ -110,7 +113,11 @@ class Report:
             return "nothing travels"
         collectives = self.simulation.busiest.num_collectives
         far = links["between_nodes"] / total
-        return f"{counted(collectives, 'all-to-all')}; {far:.0%} of the bytes come from other nodes"
+        text = f"{counted(collectives, 'all-to-all')}; {far:.0%} of the bytes come from other nodes"
+        each = total / collectives / max(1, len(self.simulation.ranks) - 1)
+        if each < _SHORT_MESSAGE and self.simulation.num_buckets > 1:
+            text += f"; messages are short, {quantity(each, 'B')}: raise bucket_bytes"
+        return text
 
     def _memory_text(self) -> str:
         busiest = self.simulation.busiest
@@ -173,6 +180,25 @@ def build_report(
         choices=explain(plan, hardware, mesh=mesh),
         scaling=scaling_curve(plan, hardware, replica_route=replica_route) if with_scaling else (),
     )
+
+
+def elements(number: int) -> str:
+    """A number of elements in words.
+
+    Args:
+        number: How many.
+
+    Returns:
+        Three digits, and million, billion or trillion.
+
+    Example:
+        >>> elements(1_020_000_000_000), elements(8_030_000_000)
+        ('1.02 trillion elements', '8.03 billion elements')
+    """
+    for scale, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= scale:
+            return f"{number / scale:.3g} {word} elements"
+    return f"{number:,} elements"
 
 
 def duration(seconds: float) -> str:

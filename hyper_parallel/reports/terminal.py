@@ -12,7 +12,7 @@ from rich.text import Text
 from hyper_parallel.core.optimizer.choices import GroupChoice
 from hyper_parallel.core.optimizer.report import quantity
 from hyper_parallel.core.optimizer.timeline import LANES
-from hyper_parallel.reports.report import Report, counted, duration
+from hyper_parallel.reports.report import Report, counted, duration, elements
 
 WIDTH: Final = 100
 _LARGEST_SHAPE_LIST: Final = 4
@@ -47,7 +47,7 @@ def render(report: Report) -> RenderableType:
     facts = Text(
         f"{counted(simulation.num_params, 'parameter')}, "
         f"{counted(simulation.num_matrices, 'matrix', 'matrices')}, "
-        f"{simulation.num_elements / 1e9:,.3g} billion elements; "
+        f"{elements(simulation.num_elements)}; "
         f"{counted(simulation.num_buckets, 'bucket')} of at most "
         f"{quantity(simulation.bucket_bytes, 'B')}",
         style="dim",
@@ -79,9 +79,9 @@ def _headlines(report: Report) -> Table:
 
 def _busiest(report: Report) -> list[RenderableType]:
     simulation, busiest = report.simulation, report.simulation.busiest
-    table = _table(f"rank {busiest.rank}, the busiest", *LANES)
+    table = _table(f"rank {busiest.rank}", *LANES)
     times = [duration(busiest.seconds_by_lane[lane]) for lane in LANES]
-    table.add_row("time in each lane", *times)
+    table.add_row("busiest", *times)
     axes = {name: nbytes for name, nbytes in busiest.received_by_axis.items() if nbytes}
     texts = [f"{quantity(n, 'B')} over {name}" for name, n in axes.items()]
     share = busiest.flops / (simulation.mean_flops or 1)

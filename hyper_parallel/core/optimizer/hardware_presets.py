@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines one can rent, from public datasheets. No torch.
 
-Datasheets give peaks. What a step reaches of them is assumed here, in four constants; a file made
+Datasheets give peaks. What a step reaches of them is assumed here, in a few constants; a file made
 by ``hyper-parallel calibrate`` on the machine itself replaces all of it.
 """
 
@@ -18,9 +18,11 @@ _HALF_SIZE: Final = 1024.0
 _MEMORY: Final = 0.85
 _LINK: Final = 0.8
 
+# One more peer in an all-to-all costs little more than issuing its message: all are on their way
+# at once.
 _LAUNCH_S: Final = 5e-6
-_WITHIN_LATENCY_S: Final = 3e-6
-_BETWEEN_LATENCY_S: Final = 6e-6
+_WITHIN_LATENCY_S: Final = 1e-6
+_BETWEEN_LATENCY_S: Final = 2e-6
 
 
 def _accelerator(

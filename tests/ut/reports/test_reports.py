@@ -130,3 +130,14 @@ def test_a_picture_is_drawn_of_anything(kind: str, tmp_path: Path) -> None:
 def test_idle_ranks_are_said_in_the_headline() -> None:
     notes = " ".join(headline.note for headline in small("idle").headlines())
     assert "15 of 16 ranks own no matrix" in notes
+
+
+def test_many_small_buckets_among_many_ranks_are_told_to_grow() -> None:
+    params = transformer(mesh_of(64), (S0,), num_layers=32, width=256)
+    notes = {}
+    for bucket_bytes in (1 << 17, 1 << 30):
+        plan = plan_of(params, bucket_bytes=bucket_bytes)
+        made = build_report(plan, PRESETS["h100"], title="x", with_scaling=False)
+        notes[bucket_bytes] = " ".join(headline.note for headline in made.headlines())
+    assert "raise bucket_bytes" in notes[1 << 17]
+    assert "raise bucket_bytes" not in notes[1 << 30]
