@@ -137,8 +137,10 @@ def markdown(lines: Sequence[Line], hardware: Hardware) -> str:
     ]
     header = ("scenario", "d", "predicted ms", "measured ms", "quartiles", "error", *LANES)
     first, rule, *rest = table(header, rows)
-    rates = ", ".join(
-        f"{dtype} {rate.peak_flops_per_s / 1e9:.0f} GFLOP/s, half at {rate.half_size:.0f}"
+    rates = "; ".join(
+        f"{dtype} "
+        + ", ".join(f"{flops / 1e9:.0f} at {size:.0f}" for size, flops in rate.measured)
+        + " GFLOP/s"
         for dtype, rate in hardware.matrix_rates.items()
     )
     link = hardware.within_node

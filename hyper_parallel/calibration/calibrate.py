@@ -94,9 +94,14 @@ def calibrate(
 
 
 def _mean_rate(rates: list[MatrixRate]) -> MatrixRate:
+    """Ranks measure the same sizes; their rates at each are averaged."""
+    columns = zip(*(rate.measured for rate in rates), strict=True)
     return MatrixRate(
         peak_flops_per_s=statistics.fmean(rate.peak_flops_per_s for rate in rates),
         half_size=statistics.fmean(rate.half_size for rate in rates),
+        measured=tuple(
+            (points[0][0], statistics.fmean(rate for _, rate in points)) for points in columns
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 """Rates of one rank: matrix products by size and dtype, passes over memory, launches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -36,6 +36,11 @@ class Sample:
     sizes: tuple[tuple[float, float], ...]
     seconds: float
 
+    @property
+    def size(self) -> float:
+        """The one size at which all of its operations would take as long, by the formula."""
+        return 1 / sum(share / size for size, share in self.sizes)
+
 
 def measure_matrix_rate(
     dtype: str, device: torch.device, *, operation_s: float, budget_s: float
@@ -49,7 +54,7 @@ def measure_matrix_rate(
         budget_s: For how long to measure, in all.
 
     Returns:
-        The rate that fits best.
+        What was measured at each size, and the formula that fits best.
     """
     kind = "cpu" if device.type == "cpu" else "cuda"
     schedule = resolve_coefficients("jordan", 2)
@@ -73,7 +78,8 @@ def measure_matrix_rate(
                 seconds=max(took - 3 * len(schedule) * operation_s, took / 10),
             )
         )
-    return fit_matrix_rate(samples)
+    points = sorted((sample.size, sample.flops / sample.seconds) for sample in samples)
+    return replace(fit_matrix_rate(samples), measured=tuple(points))
 
 
 def fit_matrix_rate(samples: Sequence[Sample]) -> MatrixRate:

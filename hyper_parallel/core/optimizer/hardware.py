@@ -5,7 +5,7 @@
 A step is made of matrix products, passes over memory, messages, and the launch of each of these.
 
 product    ``flops / peak * (1 + half_size / size)`` seconds, where ``size`` is the geometric mean
-           of its three dims: at ``half_size`` it reaches half of the peak
+           of its three dims: at ``half_size`` it reaches half of the peak; or as measured
 pass       ``bytes / memory_bytes_per_s``, counting what is read and what is written
 message    ``latency_s`` for each peer, and ``bytes / bytes_per_s`` of the link that they cross
 launch     ``operation_s`` for each operation
@@ -15,8 +15,10 @@ Ranks ``k * ranks_per_node`` to ``(k + 1) * ranks_per_node - 1`` share node ``k`
 
 import json
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +33,14 @@ class MatrixRate:
     Attributes:
         peak_flops_per_s: Rate that very large products approach.
         half_size: Geometric mean of a product's dims at which it reaches half of that.
+        measured: Sizes, ascending, and the rate measured at each. Where there are any, they take
+            the place of the formula, as straight lines between logarithms: real rates also fall
+            again, where a matrix leaves a cache.
     """
 
     peak_flops_per_s: float
     half_size: float
+    measured: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, flops: float, size: float) -> float:
         """Time of one product.
@@ -50,7 +56,18 @@ class MatrixRate:
             >>> MatrixRate(peak_flops_per_s=2e12, half_size=100).seconds(2e12, size=100)
             2.0
         """
+        if self.measured:
+            return flops / self._measured_at(size)
         return flops / self.peak_flops_per_s * (1 + self.half_size / size)
+
+    def _measured_at(self, size: float) -> float:
+        sizes = [known for known, _ in self.measured]
+        above = bisect(sizes, size)
+        if above in (0, len(sizes)):
+            return self.measured[max(0, above - 1)][1]
+        (low, slow), (high, fast) = self.measured[above - 1], self.measured[above]
+        share = math.log(size / low) / math.log(high / low)
+        return slow * math.exp(share * math.log(fast / slow))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +198,7 @@ def _hardware(data: Mapping[str, Any], where: str) -> Hardware:
         source=_text(data, "source", where),
         device_type=_text(data, "device_type", where),
         matrix_rates={
-            dtype: MatrixRate(**_numbers(rate, MatrixRate, f"{where}: matrix_rates.{dtype}"))
+            dtype: _matrix_rate(rate, f"{where}: matrix_rates.{dtype}")
             for dtype, rate in rates.items()
         },
         memory_bytes_per_s=_number(data, "memory_bytes_per_s", where),
@@ -194,11 +211,30 @@ def _hardware(data: Mapping[str, Any], where: str) -> Hardware:
     )
 
 
+def _matrix_rate(data: Any, where: str) -> MatrixRate:
+    _check_keys(data, MatrixRate, where)
+    points = data.get("measured", [])
+    pairs = isinstance(points, list) and all(isinstance(p, list) and len(p) == 2 for p in points)
+    if not pairs:
+        raise ValueError(f"{where}: measured: expected a list of [size, rate], got {points!r}")
+    measured = tuple(
+        (_number({"size": size}, "size", where), _number({"rate": rate}, "rate", where))
+        for size, rate in points
+    )
+    if any(low >= high for (low, _), (high, _) in pairwise(measured)):
+        raise ValueError(f"{where}: measured: expected ascending sizes, got {points!r}")
+    return MatrixRate(
+        peak_flops_per_s=_number(data, "peak_flops_per_s", where),
+        half_size=_number(data, "half_size", where),
+        measured=measured,
+    )
+
+
 def _check_keys(data: Any, kind: Any, where: str) -> None:
     fields = kind.__dataclass_fields__
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected an object with {', '.join(fields)}, got {data!r}")
-    needed = [key for key in fields if key != "cores_per_node"]
+    needed = [key for key in fields if key not in ("cores_per_node", "measured")]
     missing = [key for key in needed if key not in data]
     unknown = [key for key in data if key not in fields]
     if missing or unknown:

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.core.optimizer.hardware import Hardware, load_hardware, save_hardware
+from hyper_parallel.core.optimizer.hardware import (
+    Hardware,
+    MatrixRate,
+    load_hardware,
+    save_hardware,
+)
 from hyper_parallel.core.optimizer.hardware_presets import PRESETS, preset
 
 
@@ -82,7 +87,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no rates": (changed(matrix_rates={}), "matrix_rates: expected an object from dtype to rate"),
     "half a rate": (
         changed(matrix_rates={"float32": {"peak_flops_per_s": 1.0}}),
-        "matrix_rates.float32: expected peak_flops_per_s, half_size; half_size is missing",
+        "matrix_rates.float32: expected peak_flops_per_s, half_size, measured; half_size is ",
     ),
     "a link as a number": (changed(within_node=3), "within_node: expected an object"),
     "a link without latency": (
@@ -108,6 +113,33 @@ def test_a_file_that_is_no_json_says_so(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(ValueError, match="expected a hardware file in JSON"):
         load_hardware(tmp_path / "bad.json")
+
+
+def test_measured_rates_take_the_place_of_the_formula_and_are_saved(tmp_path: Path) -> None:
+    points = ((100.0, 1e11), (1000.0, 4e11), (2000.0, 1e11))
+    rate = MatrixRate(peak_flops_per_s=1.0, half_size=1.0, measured=points)
+    sizes = (10, 100, 316.2277660168379, 1000, 5000)
+    rates = [1e9 / rate.seconds(1e9, size) for size in sizes]
+    assert rates == pytest.approx([1e11, 1e11, 2e11, 4e11, 1e11])
+    hardware = replace(PRESETS["cpu"], matrix_rates={"float32": rate})
+    save_hardware(hardware, tmp_path / "a.json")
+    assert load_hardware(tmp_path / "a.json") == hardware
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ("fast", "expected a list of"),
+        ([1.0], "expected a list of"),
+        ([[1.0, -1.0]], "rate: expected a positive number, got -1.0"),
+        ([[2.0, 1.0], [1.0, 1.0]], "expected ascending sizes"),
+    ],
+)
+def test_bad_measured_rates_are_named(points: Any, message: str, tmp_path: Path) -> None:
+    rates = {"float32": {"peak_flops_per_s": 1.0, "half_size": 1.0, "measured": points}}
+    (tmp_path / "a.json").write_text(json.dumps(changed(matrix_rates=rates)))
+    with pytest.raises(ValueError, match=message):
+        load_hardware(tmp_path / "a.json")
 
 
 def test_cores_may_be_left_out(tmp_path: Path) -> None:
