@@ -152,8 +152,8 @@ def markdown(lines: Sequence[Line], hardware: Hardware) -> str:
             f"the slowest of {RANKS} gloo ranks with one thread each; the last columns are what "
             "the prediction consists of, in ms.",
             "",
-            f"Hardware: {hardware.source}; {hardware.cores_per_node} cores. {rates}; memory "
-            f"{hardware.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
+            f"Hardware: {hardware.source}; {hardware.cores_per_node or 0:.2f} cores in effect. "
+            f"{rates}; memory {hardware.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
             f"{hardware.operation_s * 1e6:.1f} us; all-to-all {link.latency_s * 1e6:.0f} us a peer "
             f"and {link.bytes_per_s / 1e9:.2f} GB/s.",
             "",

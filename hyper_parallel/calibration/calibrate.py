@@ -20,7 +20,12 @@ from hyper_parallel.calibration.compute_rates import (
     measure_memory_rate,
     measure_operation,
 )
-from hyper_parallel.calibration.exchange_rates import fit_link, measure_exchanges
+from hyper_parallel.calibration.exchange_rates import (
+    cores_in_effect,
+    fit_link,
+    measure_crowd,
+    measure_exchanges,
+)
 from hyper_parallel.core.optimizer.hardware import Hardware, Link, MatrixRate
 
 Progress = Callable[[str, float], None]
@@ -89,7 +94,11 @@ def calibrate(
         within_node=link,
         between_nodes=link,
         ranks_per_node=num_ranks,
-        cores_per_node=cores if device_type == "cpu" else None,
+        cores_per_node=(
+            cores_in_effect([rank["crowd"] for rank in seen], cores or 1)
+            if device_type == "cpu"
+            else None
+        ),
     )
 
 
@@ -144,6 +153,8 @@ def _measure(rank: int, task: _Task, folder: str) -> None:
     )
     # Both begin and end with an exchange, so that all measure at once and nobody leaves early.
     found: dict[str, Any] = {"exchanges": measure_exchanges(rank, task.num_ranks, device)}
+    if device.type == "cpu":
+        found["crowd"] = measure_crowd(rank, task.num_ranks)
     if task.budget_s:
         found |= _rates(device, task.budget_s)
     torch.save(found, Path(folder) / f"{rank}.pt")

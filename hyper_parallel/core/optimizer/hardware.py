@@ -102,7 +102,8 @@ class Hardware:
         within_node: Link between ranks of a node.
         between_nodes: Link between ranks of different nodes.
         ranks_per_node: Ranks of a node.
-        cores_per_node: Cores that the ranks of a node share; None if each has its own device.
+        cores_per_node: Cores that the ranks of a node share, in effect: less than there are where
+            ranks wait for their turn. None if each has its own device.
     """
 
     name: str
@@ -115,7 +116,7 @@ class Hardware:
     within_node: Link
     between_nodes: Link
     ranks_per_node: int
-    cores_per_node: int | None = None
+    cores_per_node: float | None = None
 
     def matrix_rate(self, dtype: str) -> MatrixRate:
         """The rate for a dtype.
@@ -207,7 +208,7 @@ def _hardware(data: Mapping[str, Any], where: str) -> Hardware:
         within_node=Link(**_numbers(data["within_node"], Link, f"{where}: within_node")),
         between_nodes=Link(**_numbers(data["between_nodes"], Link, f"{where}: between_nodes")),
         ranks_per_node=_whole(data, "ranks_per_node", where),
-        cores_per_node=None if cores is None else _whole(data, "cores_per_node", where),
+        cores_per_node=None if cores is None else _number(data, "cores_per_node", where),
     )
 
 

@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Any, str]] = {
         changed(ranks_per_node=1.5),
         "ranks_per_node: expected a whole number of at least 1, got 1.5",
     ),
-    "no cores": (changed(cores_per_node=0), "cores_per_node: expected a whole number"),
+    "no cores": (changed(cores_per_node=0), "cores_per_node: expected a positive number"),
     "no rates": (changed(matrix_rates={}), "matrix_rates: expected an object from dtype to rate"),
     "half a rate": (
         changed(matrix_rates={"float32": {"peak_flops_per_s": 1.0}}),
