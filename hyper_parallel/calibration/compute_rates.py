@@ -10,13 +10,14 @@ import torch
 from hyper_parallel.calibration.timing import seconds_of
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
 from hyper_parallel.core.optimizer.cost_model import products_of
-from hyper_parallel.core.optimizer.forms import Form, form_flops
+from hyper_parallel.core.optimizer.forms import Form, choose_form, form_flops
 from hyper_parallel.core.optimizer.hardware import MatrixRate
 from hyper_parallel.core.optimizer.iteration import iterate
 
 SIZES: Final = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 ASPECTS: Final = (1, 4)
 _LARGEST_FLOPS: Final = {"cpu": 4e10, "cuda": 1e14}
+_BATCH: Final = 8  # matrices, where a CPU multiplies them together
 _STREAM_TENSORS: Final = 16
 # On a CPU together as much as a rank of a small model holds, which its caches partly keep.
 _STREAM_NUMEL: Final = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -64,7 +65,12 @@ def measure_matrix_rate(
         flops = form_flops(Form(), rows, cols, len(schedule))
         if flops > _LARGEST_FLOPS[kind] / (1 if dtype in ("bfloat16", "float16") else 8):
             continue
-        X = torch.randn(rows, cols, device=device).to(getattr(torch, dtype)) / cols
+        form = choose_form(
+            rows, cols, schedule, method="standard", dtype=dtype, device_type=device.type
+        )
+        together = _BATCH if form.batched and device.type == "cpu" else 1
+        shape = (together, rows, cols) if together > 1 else (rows, cols)
+        X = torch.randn(shape, device=device).to(getattr(torch, dtype)) / cols
         took = seconds_of(
             lambda X=X: iterate(X, schedule, Form()),  # type: ignore[misc]
             device,
@@ -73,7 +79,7 @@ def measure_matrix_rate(
         products = products_of(Form(), rows, cols, num_steps=len(schedule), dtype=dtype)
         samples.append(
             Sample(
-                flops=flops,
+                flops=flops * together,
                 sizes=tuple((product.size, product.flops / flops) for product in products),
                 seconds=max(took - 3 * len(schedule) * operation_s, took / 10),
             )
