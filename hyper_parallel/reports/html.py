@@ -10,8 +10,9 @@ from string import Template
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from hyper_parallel.core.optimizer.choices import STRATEGIES, GroupChoice
+from hyper_parallel.core.optimizer.choices import GroupChoice
 from hyper_parallel.core.optimizer.report import quantity
+from hyper_parallel.core.optimizer.strategies import STRATEGIES
 from hyper_parallel.reports.figures import (
     load_figure,
     scaling_figure,

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from hyper_parallel.core.optimizer.choices import STRATEGIES, GroupChoice, explain
+from hyper_parallel.core.optimizer.choices import GroupChoice, explain
 from hyper_parallel.core.optimizer.hardware import Hardware
 from hyper_parallel.core.optimizer.layout import MeshLayout
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.report import quantity
 from hyper_parallel.core.optimizer.scaling import ScalingPoint, scaling_curve
 from hyper_parallel.core.optimizer.simulation import Simulation, simulate
+from hyper_parallel.core.optimizer.strategies import STRATEGIES
 
 SCHEMA_VERSION: Final = 1
 REPEAT: Final = "gather and repeat"

@@ -6,8 +6,8 @@ import io
 import re
 from pathlib import Path
 
-from hyper_parallel.core.optimizer.choices import STRATEGIES
 from hyper_parallel.core.optimizer.hardware_presets import _LINK, _MATRIX, _MEMORY, PRESETS
+from hyper_parallel.core.optimizer.strategies import STRATEGIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cost_model.md").read_text()
 

@@ -1,55 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else one could do with each group of parameters, what it would cost, and why not. No torch.
+"""What a plan does with each group of parameters, and why not otherwise. No torch.
 
-Parameters that share a layout, a view and a kind of work form a group. Each strategy is priced for
-the group alone and without overlap: these numbers are for comparing strategies, not for a clock.
+Parameters that share a layout and a kind of work form a group.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
-from hyper_parallel.core.optimizer.bucket import Orthogonalization, PlannedParam
-from hyper_parallel.core.optimizer.cost_model import ITEMSIZE, orthogonalize_seconds
-from hyper_parallel.core.optimizer.hardware import Hardware, Link
-from hyper_parallel.core.optimizer.layout import MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.bucket import PlannedParam
+from hyper_parallel.core.optimizer.hardware import Hardware
+from hyper_parallel.core.optimizer.layout import MeshLayout
 from hyper_parallel.core.optimizer.matrix_view import matrices_of
-from hyper_parallel.core.optimizer.memory import orthogonalize_bytes
-from hyper_parallel.core.optimizer.owners import Item, assign_owners
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.report import quantity
 from hyper_parallel.core.optimizer.simulation import reference_mesh
-
-STRATEGIES: Final = {
-    "local": "each rank orthogonalizes the matrices that it holds whole",
-    "owner, direct": "one owner per matrix, one all-to-all each way among all ranks",
-    "owner, staged": "one owner per matrix, back inside its copy, then along the replicas",
-    "owner in each replica": "every replica group orthogonalizes all matrices for itself",
-    "gather and repeat": "every rank gathers all matrices and repeats the work of all, as is usual",
-}
-"""What each strategy does, in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """One way to orthogonalize a group, as its busiest rank sees it.
-
-    Attributes:
-        name: One of :data:`STRATEGIES`.
-        seconds: Predicted seconds, without overlap.
-        flops: Operations.
-        received_bytes: Bytes from other ranks.
-        memory_bytes: Whole matrices and the working set of the largest, without buckets.
-    """
-
-    name: str
-    seconds: float
-    flops: int
-    received_bytes: int
-    memory_bytes: int
+from hyper_parallel.core.optimizer.strategies import (
+    LayoutGroup,
+    Strategy,
+    planned_split,
+    shape_flops,
+    split_evenly,
+    strategies_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,67 +66,6 @@ class GroupChoice:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """A group with what all strategies need to know of it."""
-
-    layout: ParamLayout
-    work: Orthogonalization
-    shapes: Counter[tuple[int, int]]
-    num_params: int
-    num_elements: int
-    is_whole: bool  # every matrix lies whole on one rank of each copy
-    num_copies: int  # replicas, including those that share nothing in this plan
-    route: str
-    owned: Mapping[int, Mapping[tuple[int, int], int]]  # by owner, what the plan gave it
-    domain_loads: Mapping[int, int]  # operations by owner, with the groups on the same ranks
-    domain_largest: int  # operations of the most expensive matrix on these ranks
-    hardware: Hardware
-
-    @property
-    def wire_bytes(self) -> int:
-        return self.num_elements * ITEMSIZE[self.work.wire_dtype]
-
-    @property
-    def num_matrices(self) -> int:
-        return self.shapes.total()
-
-    @property
-    def flops(self) -> Counter[tuple[int, int]]:
-        return Counter({shape: _flops(self.work, shape) * n for shape, n in self.shapes.items()})
-
-    def seconds(self, shapes: Mapping[tuple[int, int], int]) -> float:
-        """Seconds of orthogonalizing some matrices on one rank."""
-        return sum(
-            orthogonalize_seconds(
-                self.work.form(*shape),
-                shape,
-                self.hardware,
-                num_steps=len(self.work.coefficients),
-                dtype=self.work.dtype,
-                count=count,
-            )
-            for shape, count in shapes.items()
-        )
-
-    def working_bytes(self) -> int:
-        """The working set of the largest matrix."""
-        shape = max(self.shapes, key=math.prod)
-        return orthogonalize_bytes(
-            self.work.form(*shape),
-            shape,
-            count=1,
-            dtype=self.work.dtype,
-            wire_dtype=self.work.wire_dtype,
-        )
-
-
-@lru_cache(maxsize=4096)
-def _flops(work: Orthogonalization, shape: tuple[int, int]) -> int:
-    box = tuple((0, length) for length in shape)
-    return work.flops(matrices_of(shape, None, "")[0]) if all(box) else 0
-
-
 def explain(
     plan: Plan, hardware: Hardware, *, mesh: MeshLayout | None = None
 ) -> tuple[GroupChoice, ...]:
@@ -180,7 +94,7 @@ def explain(
         members = param.layout.mesh.members
         load = loads.setdefault(members, Counter())
         for (owner, rows, cols), count in owners.get(index, Counter()).items():
-            cost = _flops(param.work, (rows, cols))
+            cost = shape_flops(param.work, (rows, cols))
             load[owner] += cost * count
             largest[members] = max(largest.get(members, 0), cost)
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -191,7 +105,7 @@ def explain(
     choices = []
     for indices in groups.values():
         params = [plan.params[i] for i in indices]
-        group = _Group(
+        group = LayoutGroup(
             layout=params[0].layout,
             work=params[0].work,
             shapes=_shapes(params),
@@ -240,50 +154,18 @@ def _is_whole(params: Sequence[PlannedParam]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Matrices on owners."""
-
-    busiest: Counter[tuple[int, int]]
-    busiest_flops: int
-
-
-def _split(group: _Group, num_ranks: int) -> _Split:
-    """Give the matrices to ranks as the planner does, any rank being free to take any of them."""
-    costs = {shape: _flops(group.work, shape) for shape in group.shapes}
-    shapes = sorted(group.shapes.elements(), key=lambda shape: -costs[shape])
-    items = [Item(cost=costs[shape], nbytes=math.prod(shape)) for shape in shapes]
-    owners = assign_owners(items, tuple(range(num_ranks)))
-    loads: Counter[int] = Counter()
-    for item, owner in zip(items, owners, strict=True):
-        loads[owner] += item.cost
-    busiest = max(loads, key=lambda owner: loads[owner])
-    mine = Counter(s for s, owner in zip(shapes, owners, strict=True) if owner == busiest)
-    return _Split(mine, loads[busiest])
-
-
-def _planned(group: _Group) -> _Split:
-    """Owners as the plan has them."""
-    loads = {
-        owner: sum(_flops(group.work, shape) * n for shape, n in mine.items())
-        for owner, mine in group.owned.items()
-    }
-    busiest = max(loads, key=lambda owner: loads[owner])
-    return _Split(Counter(group.owned[busiest]), loads[busiest])
-
-
-def _choice(group: _Group) -> GroupChoice:
+def _choice(group: LayoutGroup) -> GroupChoice:
     shards, copies = group.layout.num_shards, group.num_copies
     num_ranks = shards * group.layout.num_replicas
-    everyone = _planned(group) if group.is_whole else _split(group, num_ranks)
+    everyone = planned_split(group) if group.is_whole else split_evenly(group, num_ranks)
     chosen = _chosen(group)
-    found = _strategies(group, everyone)
+    found = strategies_of(group, everyone)
     first = next(strategy for strategy in found if strategy.name == chosen)
     others = sorted((s for s in found if s is not first), key=lambda s: s.seconds)
     mean = sum(group.domain_loads.values()) / num_ranks
     imbalance = max(group.domain_loads.values()) / mean
     num_idle = num_ranks - len(group.domain_loads)
-    top = sorted(group.shapes.items(), key=lambda pair: -_flops(group.work, pair[0]) * pair[1])
+    top = sorted(group.shapes.items(), key=lambda pair: -shape_flops(group.work, pair[0]) * pair[1])
     form = group.work.form(*top[0][0])
     return GroupChoice(
         placements=group.layout.placements_text() or "whole",
@@ -302,7 +184,7 @@ def _choice(group: _Group) -> GroupChoice:
     )
 
 
-def _chosen(group: _Group) -> str:
+def _chosen(group: LayoutGroup) -> str:
     if group.layout.num_replicas > 1:
         return f"owner, {group.route or 'direct'}"
     if group.is_whole:
@@ -310,70 +192,7 @@ def _chosen(group: _Group) -> str:
     return "owner in each replica" if group.num_copies > 1 else "owner, direct"
 
 
-def _strategies(group: _Group, everyone: _Split) -> list[Strategy]:
-    layout, copies = group.layout, group.num_copies
-    shards, size = layout.num_shards, layout.num_shards * copies
-    wire, held = group.wire_bytes, group.wire_bytes // layout.num_shards
-    working = group.working_bytes()
-    whole = Counter(group.shapes)
-    alone = _split(group, shards) if copies > 1 else everyone
-    found = []
-
-    def add(name: str, work: Counter[tuple[int, int]], nbytes: int, links: float) -> None:
-        owned = sum(rows * cols * n for (rows, cols), n in work.items())
-        memory = (owned if name != "gather and repeat" else 0) * ITEMSIZE[group.work.wire_dtype]
-        found.append(
-            Strategy(
-                name=name,
-                seconds=group.seconds(work) + links,
-                flops=sum(_flops(group.work, shape) * n for shape, n in work.items()),
-                received_bytes=nbytes,
-                memory_bytes=memory + working,
-            )
-        )
-
-    if group.is_whole:
-        add("local", alone.busiest, 0, 0.0)
-    if size > 1:
-        split = everyone if layout.num_replicas == copies else _split(group, size)
-        into = 0 if group.is_whole else _owned_bytes(group, split) * (shards - 1) // shards
-        back = held * (size - 1) // size if not group.is_whole or copies > 1 else 0
-        rounds = (1 if into else 0) + (1 if back else 0)
-        if into + back:
-            add("owner, direct", split.busiest, into + back, _seconds(group, size, into, back))
-        if copies > 1 and shards > 1 and rounds:
-            links = _seconds(group, shards, into, held * (shards - 1) // size)
-            links += _seconds(group, copies, 0, back * (copies - 1) // copies)
-            add("owner, staged", split.busiest, into + back, links)
-    if copies > 1 and not group.is_whole:
-        into = _owned_bytes(group, alone) * (shards - 1) // shards
-        back = held * (shards - 1) // shards
-        nbytes = into + back
-        add("owner in each replica", alone.busiest, nbytes, _seconds(group, shards, into, back))
-    gathered = wire * (shards - 1) // shards
-    links = _link(group, shards).latency_s * (shards - 1) * group.num_params if shards > 1 else 0.0
-    links += gathered / _link(group, shards).bytes_per_s
-    add("gather and repeat", whole, gathered, links)
-    return found
-
-
-def _owned_bytes(group: _Group, split: _Split) -> int:
-    numel = sum(rows * cols * n for (rows, cols), n in split.busiest.items())
-    return numel * ITEMSIZE[group.work.wire_dtype]
-
-
-def _link(group: _Group, num_ranks: int) -> Link:
-    hardware = group.hardware
-    inside = num_ranks <= hardware.ranks_per_node
-    return hardware.within_node if inside else hardware.between_nodes
-
-
-def _seconds(group: _Group, num_ranks: int, *nbytes: int) -> float:
-    link = _link(group, num_ranks)
-    return sum((num_ranks - 1) * link.latency_s + n / link.bytes_per_s for n in nbytes if n)
-
-
-def _reason(group: _Group, first: Strategy, others: Sequence[Strategy], copies: int) -> str:
+def _reason(group: LayoutGroup, first: Strategy, others: Sequence[Strategy], copies: int) -> str:
     repeat = next((s for s in others if s.name == "gather and repeat"), first)
     times = repeat.flops / first.flops if first.flops else 1.0
     share = f"1/{times:,.0f}" if times >= 10 else f"1/{times:.2g}"
@@ -419,7 +238,7 @@ def _bound(largest: int, mean: float, imbalance: float) -> str:
     )
 
 
-def _advice(group: _Group, num_idle: int, imbalance: float) -> str:
+def _advice(group: LayoutGroup, num_idle: int, imbalance: float) -> str:
     if num_idle:
         return (
             f"{num_idle:,} ranks have nothing to do: there are fewer matrices than ranks. "

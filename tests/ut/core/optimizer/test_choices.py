@@ -3,12 +3,13 @@
 
 import pytest
 
-from hyper_parallel.core.optimizer.choices import STRATEGIES, GroupChoice, explain
+from hyper_parallel.core.optimizer.choices import GroupChoice, explain
 from hyper_parallel.core.optimizer.hardware_presets import PRESETS
 from hyper_parallel.core.optimizer.layout import AxisPlacement
 from hyper_parallel.core.optimizer.planner import build_plan
 from hyper_parallel.core.optimizer.scaling import scaling_curve
 from hyper_parallel.core.optimizer.simulation import simulate
+from hyper_parallel.core.optimizer.strategies import STRATEGIES
 from tests.planned import LARGE, S0, S1, R, experts, mesh_of, plan_of, planned, transformer
 
 H100 = PRESETS["h100"]
