@@ -30,7 +30,7 @@ for command in (plan, group, inspect, calibrate):
 @app.callback(invoke_without_command=True)
 def top(
     context: typer.Context,
-    version: bool = typer.Option(default=False, help="Print the version."),  # noqa: FBT001
+    version: bool = typer.Option(False, "--version", help="Print the version."),  # noqa: FBT001, FBT003
 ) -> None:
     """Say what there is if no command is given."""
     if version:
