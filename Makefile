@@ -24,7 +24,7 @@ check: install     ## format, lint, types, import contracts, doctests and tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not gpu and not long" -q
+	$(BIN)/python -m pytest -m "not gpu and not long" -q -n 2 --dist loadfile
 
 format: install    ## format and fix what can be fixed
 	$(BIN)/ruff format .
