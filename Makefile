@@ -5,7 +5,7 @@ RANKS ?= 2
 CASES ?= 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help install test check format ut st test-long demo bench soak gpu clean
+.PHONY: help install test check format ut st test-long demo docs bench soak gpu clean
 
 help:              ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml requirements/dev.txt
 
 test: check        ## install, then the whole check: what CI runs
 
-check: install     ## format, lint, types, import contracts, doctests and tests
+check: docs        ## format, lint, types, import contracts, documentation, doctests and tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -40,6 +40,9 @@ test-long: install ## tests that take minutes, and the property test over layout
 	$(BIN)/python -m pytest -q -m long
 	HYPER_PARALLEL_CASES=$(CASES) $(BIN)/python -m pytest -q --hypothesis-show-statistics tests/st/core/optimizer/test_property.py
 
+docs: install      ## the documentation site, into docs/_build; a warning is an error
+	$(BIN)/sphinx-build -W -n --keep-going -q docs docs/_build
+
 demo: install      ## train a small GPT with Muon and with AdamW on RANKS ranks (2), and compare
 	$(BIN)/python -m examples.compare --nproc $(RANKS) $(ARGS)
 
@@ -54,4 +57,4 @@ gpu: install       ## tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
 clean:             ## remove the environment, caches and runs
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,50 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README is true: its code runs, its commands exist, its table is what is printed."""
 
-import contextlib
-import io
-import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.dist import run_ranks
+from tests.pages import ROOT, read_page, run_page
 
 pytestmark = pytest.mark.dist
 
-ROOT = Path(__file__).resolve().parents[2]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(language: str) -> list[str]:
-    found = BLOCK.findall((ROOT / "README.md").read_text())
-    return [body for kind, body in found if kind == language]
-
-
-def run_python_blocks() -> str:
-    printed = io.StringIO()
-    namespace: dict[str, object] = {}
-    with contextlib.redirect_stdout(printed):
-        for number, body in enumerate(blocks("python")):
-            exec(compile(body, f"README.md, block {number}", "exec"), namespace)
-    return printed.getvalue()
+README = read_page(ROOT / "README.md")
 
 
 def test_readme_code_runs_and_prints_what_it_shows() -> None:
-    first, _ = run_ranks(2, run_python_blocks)
-    for line in "".join(blocks("text")).splitlines():
-        assert line in first.splitlines(), f"the README shows {line!r}, which is not printed"
+    assert [block.printed for block in README.blocks if block.printed]
+    run_page(replace(README, num_ranks=2))
 
 
 def test_readme_code_runs_on_one_process() -> None:
-    run_ranks(1, run_python_blocks)
+    run_page(replace(README, blocks=tuple(replace(block, printed="") for block in README.blocks)))
 
 
 def test_readme_commands_are_targets_that_do_what_they_say() -> None:
-    commands = [line.split("#")[0].strip() for line in "".join(blocks("bash")).splitlines()]
-    assert commands == ["make demo", "make test"]
+    commands = README.shell
+    assert commands == ("make demo", "make test")
     dry = {
         command: subprocess.run(
             [*command.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -23,7 +23,7 @@ from hyper_parallel.core.optimizer.layout import ParamLayout
 from hyper_parallel.core.optimizer.matrix_view import MatrixBox, MatrixView
 
 HEADER_BYTES: Final = 16
-"""Bytes that head every packet: the sender's status and a fingerprint of what it steps on."""
+"""Bytes that head every packet, for the sender's status and a fingerprint of what it steps on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Orthogonalization:
 
     @property
     def wire_dtype(self) -> str:
-        """Dtype of a matrix on its way: that of the iteration.
+        """Dtype of a matrix on its way, which is that of the iteration.
 
         Float16 is the exception: an update is only scaled into its range once it is whole.
         """

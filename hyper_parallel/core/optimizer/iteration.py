@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Newton-Schulz iteration on normalized matrices, in each form; see [Note: two forms].
+"""The Newton-Schulz iteration on normalized matrices, in each form.
+
+See [Note: two forms of one polynomial] in ``forms.py``.
 
 ``X`` is ``(n, m)`` or ``(batch, n, m)`` with ``n <= m``. Out of place: calls are independent of
 each other, and what a step no longer needs is freed at once.

@@ -42,7 +42,7 @@ class MeshLayout:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """The ranks, ascending: what a set of ranks is known by, however a mesh arranges it."""
+        """The ranks in ascending order, which names a set of ranks, however a mesh arranges it."""
         return tuple(sorted(self.ranks))
 
     @cached_property
