@@ -10,8 +10,12 @@ from typing import Final
 
 import pytest
 
+import hyper_parallel
+from docs.drawings.__main__ import DRAWINGS, FOLDER
 from docs.extensions.design_notes import design_notes
 from docs.extensions.failure_table import statements
+from hyper_parallel.core import optimizer
+from hyper_parallel.core.optimizer import param_grouping
 from tests.pages import PAGES, ROOT, read_page, run_page
 from tests.ut.test_failure_ids import ids_in_docstrings
 
@@ -76,6 +80,14 @@ def test_blocks_that_do_not_run_say_why() -> None:
     assert all(len(reason.split()) > 3 for reason in reasons.values()), reasons
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    grouping = param_grouping.__name__  # all of it is shown
+    for name in {*hyper_parallel.__all__, *optimizer.__all__} - {"__version__"}:
+        shown = re.search(rf"auto(class|function):: (\S+\.)?{name}\n", reference)
+        assert shown or getattr(optimizer, name).__module__ == grouping, name
+
+
 def test_every_failure_that_a_test_names_has_a_line_in_the_table() -> None:
     assert set(ids_in_docstrings()) <= set(statements())
 
@@ -93,3 +105,8 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     listed = re.findall(r"^([a-z_/0-9]+)$", index, re.MULTILINE)
     pages = [name.removeprefix("docs/").removesuffix(".md") for name in NAMES if "docs/" in name]
     assert sorted(listed) == sorted(page for page in pages if page != "index")
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_drawing_is_what_the_package_computes(name: str) -> None:
+    assert (FOLDER / f"{name}.svg").read_text("utf-8") == DRAWINGS[name]()

@@ -21,7 +21,7 @@ class Cargo:
     """A piece of a matrix on its way.
 
     Attributes:
-        matrix: Position in :attr:`Bucket.matrices`.
+        matrix: Position in :attr:`~.bucket.Bucket.matrices`.
         piece: The piece, as the rank that stores it sees it.
     """
 
