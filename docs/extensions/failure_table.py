@@ -6,6 +6,8 @@ site is built. What must hold is one line per id in ``docs/failures.toml``.
 """
 
 import tomllib
+from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +42,9 @@ class FailureTable(SphinxDirective):
     @override
     def run(self) -> list[nodes.Node]:
         found = ids_in_docstrings()
-        rows = [
-            (number, text, found[number])
+        body = nodes.tbody()
+        body += [
+            _row([nodes.Text(number)], [nodes.Text(text)], _test_names(found[number]))
             for number, text in statements(self.arguments[0]).items()
             if number in found
         ]
@@ -50,27 +53,31 @@ class FailureTable(SphinxDirective):
         table += group
         group += [nodes.colspec(colwidth=width) for width in (6, 47, 47)]
         head = nodes.thead()
-        head += _row(["id", "what must hold", "tests"])
-        body = nodes.tbody()
-        for number, text, tests in rows:
-            body += _row([number, text, tests])
+        head += _row(*([nodes.Text(word)] for word in ("id", "what must hold", "tests")))
         group += [head, body]
         for path in (STATEMENTS, Path(__file__)):
             self.env.note_dependency(str(path))
         return [table]
 
 
-def _row(cells: list[Any]) -> nodes.row:
+def _row(*cells: list[nodes.Node]) -> nodes.row:
     row = nodes.row()
     for cell in cells:
         entry = nodes.entry()
-        lines = cell if isinstance(cell, list) else [cell]
-        for line in lines:
-            paragraph = nodes.paragraph()
-            paragraph += nodes.literal(text=line) if isinstance(cell, list) else nodes.Text(line)
-            entry += paragraph
+        entry += cell if len(cell) > 1 else nodes.paragraph("", "", *cell)
         row += entry
     return row
+
+
+def _test_names(tests: list[str]) -> list[nodes.Node]:
+    """File by file. A name may break after each of its words."""
+    names: list[nodes.Node] = []
+    for file, group in groupby(sorted(tests), key=lambda test: test.partition("::")[0]):
+        names.append(nodes.paragraph("", "", nodes.strong(text=file), classes=["test-file"]))
+        for test in group:
+            words = escape(test.partition("::")[2]).replace("_", "_<wbr>")
+            names.append(nodes.raw("", f'<p class="test-name">{words}</p>', format="html"))
+    return names
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -34,7 +34,14 @@ def test_readme_commands_are_targets_that_do_what_they_say() -> None:
         for command in commands
     }
     assert "-m examples.compare --nproc 2" in dry["make demo"]
-    for tool in ("ruff format --check", "ruff check", "mypy", "lint-imports", "pytest"):
+    for tool in (
+        "ruff format --check",
+        "ruff check",
+        "mypy",
+        "lint-imports",
+        "sphinx-build -W",
+        "pytest",
+    ):
         assert tool in dry["make test"]
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
