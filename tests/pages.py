@@ -87,7 +87,7 @@ def read_page(path: Path) -> Page:
             reason.
     """
     name, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
-    num_ranks, reason, end_of_python = 1, "", -1
+    num_ranks, reason, end_of_python = 1, "", len(text)
     blocks: list[Block] = []
     shell: list[str] = []
     for piece in _PIECE.finditer(text):
@@ -104,7 +104,11 @@ def read_page(path: Path) -> Page:
         elif language == "python":
             blocks.append(Block(piece["body"], place, not_run=reason))
             reason, end_of_python = "", piece.end()
-        elif language == "text" and not text[end_of_python : piece.start()].strip():
+        elif (
+            language == "text"
+            and end_of_python < piece.start()
+            and not (text[end_of_python : piece.start()].strip())
+        ):
             last = blocks.pop()
             blocks.append(Block(last.code, last.place, piece["body"], last.not_run))
         elif language == "bash":

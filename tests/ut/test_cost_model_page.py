@@ -1,23 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page on the cost model is true: its code runs, and its table is the presets."""
+"""The page on the cost model is true: its table is the presets, and no strategy is left out."""
 
-import contextlib
-import io
-import re
 from pathlib import Path
 
 from hyper_parallel.core.optimizer.hardware_presets import _LINK, _MATRIX, _MEMORY, PRESETS
 from hyper_parallel.core.optimizer.strategies import STRATEGIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cost_model.md").read_text()
-
-
-def test_its_code_runs() -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(block, "cost_model.md", "exec"), {})
-    assert re.fullmatch(r"\d+\.\d ms, 0 ranks idle\n", printed.getvalue())
 
 
 def test_its_table_of_machines_is_the_presets() -> None:
