@@ -4,7 +4,6 @@
 import importlib.util
 import re
 import shlex
-import tomllib
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +13,7 @@ import hyper_parallel
 from docs.drawings.__main__ import DRAWINGS, FOLDER
 from docs.extensions.design_notes import design_notes
 from docs.extensions.failure_table import statements
+from hyper_parallel.cli.main import app
 from hyper_parallel.core import optimizer
 from hyper_parallel.core.optimizer import param_grouping
 from tests.pages import PAGES, ROOT, read_page, run_page
@@ -25,7 +25,9 @@ NAMES: Final = [str(path.relative_to(ROOT)) for path in PAGES]
 # The README runs in test_readme.py, on several numbers of ranks.
 WITH_CODE: Final = [n for n in NAMES if n != "README.md" and read_page(ROOT / n).blocks]
 TARGETS: Final = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-SCRIPTS: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("scripts", {})
+COMMANDS: Final = {
+    command.callback.__name__ for command in app.registered_commands if command.callback
+}
 OTHER_PROGRAMS: Final = {"pip", "git", "cd", "export", ".venv/bin/pre-commit"}
 
 
@@ -39,6 +41,8 @@ def test_commands_of_a_page_exist(name: str) -> None:
     page = read_page(ROOT / name)
     for target in re.findall(r"`make ([a-z-]+)", page.prose):
         assert target in TARGETS
+    for command in re.findall(r"`hyper-parallel ([a-z]+)", page.prose):
+        assert command in COMMANDS
     for command in page.shell:
         words = shlex.split(command)
         while "=" in words[0]:  # environment
@@ -54,10 +58,14 @@ def command_exists(words: list[str]) -> bool:
         return importlib.util.find_spec(words[words.index("-m") + 1]) is not None
     if program in ("python", "torchrun"):
         return any((ROOT / word).is_file() for word in words[1:])
-    return program in SCRIPTS or words[0] in OTHER_PROGRAMS
+    if program == "hyper-parallel":
+        return words[1] in COMMANDS
+    return words[0] in OTHER_PROGRAMS
 
 
-@pytest.mark.parametrize("command", ["make nothing", "python -m nothing", "torchrun no.py", "no"])
+@pytest.mark.parametrize(
+    "command", ["make nothing", "python -m nothing", "torchrun no.py", "hyper-parallel no", "no"]
+)
 def test_a_command_that_does_not_exist_is_found_out(command: str) -> None:
     assert not command_exists(command.split())
 
