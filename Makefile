@@ -19,11 +19,12 @@ $(VENV)/.installed: pyproject.toml requirements/dev.txt
 
 test: check        ## install, then the whole check: what CI runs
 
-check: docs        ## format, lint, types, import contracts, documentation, doctests and tests
+check: install     ## format, lint, types, import contracts, documentation, doctests and tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs
 	$(BIN)/python -m pytest -m "not gpu and not long" -q -n 2 --dist loadfile
 
 format: install    ## format and fix what can be fixed
