@@ -12,6 +12,7 @@ from benchmarks.steps_contenders import CONTENDERS
 
 _COLORS = {
     "ours": "#0b6e4f",
+    "ours-small": "#5bb89a",
     "gather": "#9b9b9b",
     "gather-bf16": "#4f4f4f",
     "torch": "#d9822b",
@@ -20,6 +21,7 @@ _COLORS = {
 }
 _MARKERS = {
     "ours": "o",
+    "ours-small": "o",
     "gather": "s",
     "gather-bf16": "D",
     "torch": "^",
@@ -53,6 +55,7 @@ def draw_scenarios(report: Mapping[str, Any], path: Path) -> None:
     """
     scenarios = report["scenarios"]
     names = [r["name"] for r in scenarios[0]["contenders"]]
+    ran = {r["name"] for s in scenarios for r in s["contenders"] if not r["error"]}
     figure, axes = plt.subplots(4, 2, figsize=(13, 15), sharex=True)
     axes.flat[-1].axis("off")
     for axis, (title, value) in zip(axes.flat, _PANELS, strict=False):
@@ -64,7 +67,9 @@ def draw_scenarios(report: Mapping[str, Any], path: Path) -> None:
                 if shown:  # zero has no place on this axis
                     places.append(number + (offset - (len(names) - 1) / 2) * 0.12)
                     values.append(shown)
-            axis.plot(places, values, linestyle="", label=CONTENDERS[name].title, **_style(name))
+            if name in ran:
+                title_of = CONTENDERS[name].title
+                axis.plot(places, values, linestyle="", label=title_of, **_style(name))
         axis.set_title(title, fontsize=11, loc="left")
         axis.set_yscale("log")
         _plain_ticks(axis)

@@ -146,8 +146,9 @@ class Executor:
             ranks: kernel.fingerprint(params) for ranks, params in self._params.items()
         }
         opened = [self._open(programs[0], kernel) for programs in self._domains.values()]
-        for flight, programs in zip(opened, self._domains.values(), strict=True):
-            self._pipeline(flight, programs[1:], kernel)
+        for programs in self._domains.values():
+            # Handed over: kept in the list, a domain's first bucket would live until the end.
+            self._pipeline(opened.pop(0), programs[1:], kernel)
         for program in self._alone:
             self._pipeline(self._start(program, kernel), [], kernel)
         return self._settle(kernel)
@@ -203,6 +204,7 @@ class Executor:
         self._compute(current, kernel)
         if returning is not None:
             self._finish(returning, kernel)
+            returning = None
         self._finish(current, kernel)
 
     def _start(self, program: Program, kernel: StepKernel) -> _Flight:

@@ -133,7 +133,6 @@ def _relay_bytes(numel: int, relay: Exchange, size: int) -> int:
 class _Flight:
     bucket: Bucket
     sizes: _Sizes
-    is_opened: bool = False  # the step holds it to its end
     is_gathered: bool = False
     is_computed: bool = False
     is_here: bool = False
@@ -195,7 +194,6 @@ class _Ledger:
 
     def open(self, bucket: Bucket, sizes: _Sizes) -> _Flight:
         flight = self.start(bucket, sizes)
-        flight.is_opened = True
         self.gathered(flight)
         if not bucket.gathers or bucket.route == "staged":
             self.compute(flight)
@@ -204,8 +202,7 @@ class _Ledger:
 
     def finish(self, flight: _Flight) -> None:
         self.arrive(flight)
-        if not flight.is_opened:
-            self.drop(flight.held)
+        self.drop(flight.held)
 
     def pipeline(self, current: _Flight, rest: Sequence[tuple[Bucket, _Sizes]]) -> None:
         returning: _Flight | None = None

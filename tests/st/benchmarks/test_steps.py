@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import steps_picture
 from benchmarks.steps import main
 from benchmarks.steps_contenders import CONTENDERS
 from benchmarks.steps_ranks import GRAD_SEED, Entry
@@ -135,3 +136,7 @@ def test_help_names_all_scenarios_and_contenders(capsys: pytest.CaptureFixture[s
         main(["--help"])
     text = capsys.readouterr().out
     assert all(name in text for name in (*SCENARIOS, *CONTENDERS))
+
+
+def test_every_contender_can_be_drawn() -> None:
+    assert set(steps_picture._COLORS) == set(steps_picture._MARKERS) == set(CONTENDERS)
