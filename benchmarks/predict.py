@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted against measured steps on this machine: ``python -m benchmarks.predict``.
 
-The machine is calibrated first, unless a hardware file is given. Then each scenario of
-``benchmarks.steps`` runs on real ranks, and the very plan that runs is simulated.
+Each scenario of ``benchmarks.steps`` runs on real ranks, and the very plan that runs is simulated.
+The machine is calibrated right before each of them, unless a hardware file is given: on a machine
+that others share, a core is at times half as fast as a minute before.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from tests.dist import run_ranks
 
 RANKS = 4
 CLOSE = 0.25
+_BUDGET_S = 28
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Line:
 
     scenario: str
     size: int
+    hardware: Hardware
     simulation: Simulation
     measured_s: float
     quartiles_s: tuple[float, float]
@@ -60,23 +63,23 @@ def main(argv: Sequence[str] | None = None) -> list[Line]:
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
     parser.add_argument("--output", type=Path, help="folder for predicted.md and hardware.json")
     arguments = parser.parse_args(argv)
-    hardware = load_hardware(arguments.hardware) if arguments.hardware else _calibrated()
+    given = load_hardware(arguments.hardware) if arguments.hardware else None
     lines = [
-        _line(Job(scenario, RANKS, size), hardware, arguments.rounds)
+        _line(Job(scenario, RANKS, size), given or _calibrated(), arguments.rounds)
         for size in arguments.size or [256]
         for scenario in SCENARIOS
     ]
-    text = markdown(lines, hardware)
+    text = markdown(lines)
     print(text)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "predicted.md").write_text(text)
-        save_hardware(hardware, arguments.output / "hardware.json")
+        save_hardware(lines[-1].hardware, arguments.output / "hardware.json")
     return lines
 
 
 def _calibrated() -> Hardware:
-    return calibrate(RANKS, progress=lambda what, done: _say(f"{done:4.0%} {what}"))
+    return calibrate(RANKS, budget_s=_BUDGET_S, progress=lambda _what, _done: None)
 
 
 def _line(job: Job, hardware: Hardware, rounds: int) -> Line:
@@ -85,7 +88,8 @@ def _line(job: Job, hardware: Hardware, rounds: int) -> Line:
     slowest = [max(times) for times in zip(*(times for _, times in seen), strict=True)]
     first, median, third = statistics.quantiles(slowest, n=4, method="inclusive")
     plan: Plan = seen[0][0]
-    return Line(job.scenario, job.size, simulate(plan, hardware), median, (first, third))
+    predicted = simulate(plan, hardware)
+    return Line(job.scenario, job.size, hardware, predicted, median, (first, third))
 
 
 def step_times(job: Job, rounds: int) -> tuple[Plan, list[float]]:
@@ -112,16 +116,16 @@ def step_times(job: Job, rounds: int) -> tuple[Plan, list[float]]:
     return entry.stepper.plan, times
 
 
-def markdown(lines: Sequence[Line], hardware: Hardware) -> str:
+def markdown(lines: Sequence[Line]) -> str:
     """The table.
 
     Args:
         lines: Its lines.
-        hardware: What was predicted from.
 
     Returns:
         Markdown.
     """
+    hardware = lines[-1].hardware
     close = sum(abs(line.error) <= CLOSE for line in lines)
     rows = [
         (
@@ -131,11 +135,12 @@ def markdown(lines: Sequence[Line], hardware: Hardware) -> str:
             f"{line.measured_s * 1e3:.1f}",
             " to ".join(f"{1e3 * s:.1f}" for s in line.quartiles_s),
             f"{line.error:+.0%}",
+            f"{line.hardware.cores_per_node or 0:.2f}",
             *(f"{1e3 * line.simulation.busiest.seconds_by_lane[lane]:.1f}" for lane in LANES),
         )
         for line in lines
     ]
-    header = ("scenario", "d", "predicted ms", "measured ms", "quartiles", "error", *LANES)
+    header = ("scenario", "d", "predicted ms", "measured ms", "quartiles", "error", "cores", *LANES)
     first, rule, *rest = table(header, rows)
     rates = "; ".join(
         f"{dtype} "
@@ -150,10 +155,11 @@ def markdown(lines: Sequence[Line], hardware: Hardware) -> str:
             "",
             f"{close} of {len(lines)} are within {CLOSE:.0%}. Measured is the median over steps of "
             f"the slowest of {RANKS} gloo ranks with one thread each; the last columns are what "
-            "the prediction consists of, in ms.",
+            "the prediction consists of, in ms. The machine was calibrated right before each "
+            "scenario; cores are those that the ranks had in effect then.",
             "",
-            f"Hardware: {hardware.source}; {hardware.cores_per_node or 0:.2f} cores in effect. "
-            f"{rates}; memory {hardware.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
+            f"Hardware, for the last line: {hardware.source}. {rates}; memory "
+            f"{hardware.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
             f"{hardware.operation_s * 1e6:.1f} us; all-to-all {link.latency_s * 1e6:.0f} us a peer "
             f"and {link.bytes_per_s / 1e9:.2f} GB/s.",
             "",

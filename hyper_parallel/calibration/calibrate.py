@@ -46,8 +46,9 @@ def calibrate(
 ) -> Hardware:
     """Measure matrix products, memory and exchanges of this machine.
 
-    As many ranks as can run at once measure beside each other, as they would in a step. On a CPU
-    each has one thread.
+    All ranks measure beside each other, as in a step. On a CPU each has one thread. Where
+    there are more ranks than cores, rates are those of a rank times the ranks that share a core: so
+    the turns, and the caches that others leave behind, are in them.
 
     Args:
         num_ranks: Ranks of a node. None means one per GPU, or one per core.
@@ -70,46 +71,44 @@ def calibrate(
         raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
     if budget_s < _START_UP_S + 5:
         raise ValueError(f"budget_s: expected at least {_START_UP_S + 5}, got {budget_s}")
-    at_once = min(at_once, num_ranks)
-    progress(f"matrix products and memory, on {at_once} ranks at once", 0.0)
-    seen = alone = _on_ranks(_Task(at_once, device_type, budget_s - _START_UP_S))
-    progress(f"all-to-all among {num_ranks} ranks", 0.8)
-    link = Link(latency_s=0.0, bytes_per_s=alone[0]["memory"])  # a rank alone exchanges nothing
+    progress(f"matrix products, memory and exchanges, on {num_ranks} ranks at once", 0.0)
+    is_crowded = device_type == "cpu" and num_ranks > (cores or 1)
+    seen = _on_ranks(_Task(num_ranks, device_type, budget_s - _START_UP_S, is_crowded))
+    link = Link(latency_s=0.0, bytes_per_s=seen[0]["memory"])  # a rank alone exchanges nothing
     if num_ranks > 1:
-        if num_ranks > at_once:
-            seen = _on_ranks(_Task(num_ranks, device_type, budget_s=0.0))
         times = [rank["exchanges"] for rank in seen]
         slowest = [(size, max(t[i][1] for t in times)) for i, (size, _) in enumerate(times[0])]
         link = fit_link(slowest, num_ranks - 1)
+    in_effect = None
+    if device_type == "cpu":
+        in_effect = cores_in_effect([rank["crowd"] for rank in seen], cores or 1)
+    turns = num_ranks / in_effect if in_effect and is_crowded else 1.0  # ranks that share a core
     progress("done", 1.0)
     return Hardware(
         name=name or platform.node() or device_type,
         source=f"measured by hyper-parallel calibrate on {platform.platform(terse=True)}, "
         f"torch {torch.__version__}, {num_ranks} ranks",
         device_type=device_type,
-        matrix_rates={dtype: _mean_rate([rank[dtype] for rank in alone]) for dtype in DTYPES},
-        memory_bytes_per_s=statistics.fmean(rank["memory"] for rank in alone),
+        matrix_rates={d: _mean_rate([rank[d] for rank in seen], turns) for d in DTYPES},
+        memory_bytes_per_s=statistics.fmean(rank["memory"] for rank in seen) * turns,
         memory_bytes=_memory_bytes(device_type) / (num_ranks if device_type == "cpu" else 1),
-        operation_s=statistics.fmean(rank["operation"] for rank in alone),
+        operation_s=statistics.fmean(rank["operation"] for rank in seen) / turns,
         within_node=link,
         between_nodes=link,
         ranks_per_node=num_ranks,
-        cores_per_node=(
-            cores_in_effect([rank["crowd"] for rank in seen], cores or 1)
-            if device_type == "cpu"
-            else None
-        ),
+        cores_per_node=in_effect,
     )
 
 
-def _mean_rate(rates: list[MatrixRate]) -> MatrixRate:
-    """Ranks measure the same sizes; their rates at each are averaged."""
+def _mean_rate(rates: list[MatrixRate], factor: float) -> MatrixRate:
+    """Ranks measure the same sizes; their rates at each are averaged, and multiplied."""
     columns = zip(*(rate.measured for rate in rates), strict=True)
     return MatrixRate(
-        peak_flops_per_s=statistics.fmean(rate.peak_flops_per_s for rate in rates),
+        peak_flops_per_s=factor * statistics.fmean(rate.peak_flops_per_s for rate in rates),
         half_size=statistics.fmean(rate.half_size for rate in rates),
         measured=tuple(
-            (points[0][0], statistics.fmean(rate for _, rate in points)) for points in columns
+            (points[0][0], factor * statistics.fmean(rate for _, rate in points))
+            for points in columns
         ),
     )
 
@@ -124,7 +123,8 @@ def _memory_bytes(device_type: str) -> float:
 class _Task:
     num_ranks: int
     device_type: str
-    budget_s: float  # for rates; exchanges alone if 0
+    budget_s: float
+    is_crowded: bool  # more ranks than cores
 
 
 def _on_ranks(task: _Task) -> list[Any]:
@@ -155,22 +155,26 @@ def _measure(rank: int, task: _Task, folder: str) -> None:
     found: dict[str, Any] = {"exchanges": measure_exchanges(rank, task.num_ranks, device)}
     if device.type == "cpu":
         found["crowd"] = measure_crowd(rank, task.num_ranks)
-    if task.budget_s:
-        found |= _rates(device, task.budget_s)
+    found |= _rates(device, task)
     torch.save(found, Path(folder) / f"{rank}.pt")
     measure_exchanges(rank, task.num_ranks, device)
     dist.destroy_process_group()
 
 
-def _rates(device: torch.device, budget_s: float) -> dict[str, Any]:
-    shares = {what: share * budget_s for what, share in _SHARES.items()}
-    operation = measure_operation(device, budget_s=shares["operation"])
+def _rates(device: torch.device, task: _Task) -> dict[str, Any]:
+    shares = {what: share * task.budget_s for what, share in _SHARES.items()}
+    crowded = {"is_crowded": task.is_crowded}
+    operation = measure_operation(device, budget_s=shares["operation"], **crowded)
     found: dict[str, Any] = {
         "operation": operation,
-        "memory": measure_memory_rate(device, budget_s=shares["memory"]),
+        "memory": measure_memory_rate(device, budget_s=shares["memory"], **crowded),
     }
     for dtype in DTYPES:
         found[dtype] = measure_matrix_rate(
-            dtype, device, operation_s=operation, budget_s=shares["matrix"] / len(DTYPES)
+            dtype,
+            device,
+            operation_s=operation,
+            budget_s=shares["matrix"] / len(DTYPES),
+            **crowded,
         )
     return found

@@ -44,7 +44,12 @@ class Sample:
 
 
 def measure_matrix_rate(
-    dtype: str, device: torch.device, *, operation_s: float, budget_s: float
+    dtype: str,
+    device: torch.device,
+    *,
+    operation_s: float,
+    budget_s: float,
+    is_crowded: bool = False,
 ) -> MatrixRate:
     """Measure how fast Newton-Schulz steps run, single matrices and batches.
 
@@ -53,6 +58,7 @@ def measure_matrix_rate(
         device: Where.
         operation_s: Seconds of a launch, taken off.
         budget_s: For how long to measure, in all.
+        is_crowded: Whether there are more ranks than cores.
 
     Returns:
         What was measured at each size, and the formula that fits best.
@@ -75,6 +81,7 @@ def measure_matrix_rate(
             lambda X=X: iterate(X, schedule, Form()),  # type: ignore[misc]
             device,
             budget_s=budget_s / len(shapes),
+            is_crowded=is_crowded,
         )
         products = products_of(Form(), rows, cols, num_steps=len(schedule), dtype=dtype)
         samples.append(
@@ -128,12 +135,15 @@ def fit_matrix_rate(samples: Sequence[Sample]) -> MatrixRate:
     return MatrixRate(peak_flops_per_s=1 / a, half_size=b / a)
 
 
-def measure_memory_rate(device: torch.device, *, budget_s: float) -> float:
+def measure_memory_rate(
+    device: torch.device, *, budget_s: float, is_crowded: bool = False
+) -> float:
     """Measure the passes of a step: interpolate, round, decay and add.
 
     Args:
         device: Where.
         budget_s: For how long.
+        is_crowded: Whether there are more ranks than cores.
 
     Returns:
         Bytes read and written, together, a second.
@@ -151,16 +161,17 @@ def measure_memory_rate(device: torch.device, *, budget_s: float) -> float:
         torch._foreach_add_(weights, narrow, alpha=-1e-9)
 
     bytes_per_element = 12 + 6 + 12 + 8 + 10
-    took = seconds_of(passes, device, budget_s=budget_s)
+    took = seconds_of(passes, device, budget_s=budget_s, is_crowded=is_crowded)
     return bytes_per_element * numel * _STREAM_TENSORS / took
 
 
-def measure_operation(device: torch.device, *, budget_s: float) -> float:
+def measure_operation(device: torch.device, *, budget_s: float, is_crowded: bool = False) -> float:
     """Measure what launching an operation takes, where there is next to nothing to do.
 
     Args:
         device: Where.
         budget_s: For how long.
+        is_crowded: Whether there are more ranks than cores.
 
     Returns:
         Seconds, the mean of views and of kernels.
@@ -171,4 +182,4 @@ def measure_operation(device: torch.device, *, budget_s: float) -> float:
         for _ in range(50):
             x.narrow(0, 0, 16).view(4, 4).add_(1)
 
-    return seconds_of(launches, device, budget_s=budget_s) / 150
+    return seconds_of(launches, device, budget_s=budget_s, is_crowded=is_crowded) / 150

@@ -291,7 +291,8 @@ def rank_step(
     costs = [
         bucket_costs(plan.params, one, rank, hardware, storage_dtype=storage) for one in routes
     ]
-    spans = play(plan, costs, start_s=start_seconds(plan, rank, hardware))
+    start_s = start_seconds(plan, rank, hardware, storage_dtype=storage)
+    spans = play(plan, costs, start_s=start_s)
     seconds = dict.fromkeys(LANES, 0.0)
     for span in spans:
         seconds[span.lane] += span.stop_s - span.start_s

@@ -5,6 +5,7 @@ See [Note: order of a step] in ``executor.py``. A rank has one stream of work an
 An exchange starts when its slowest sender is ready, and those of one rank follow each other.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -80,7 +81,7 @@ _OPERATIONS: Final = {"prepare": 5, "fill": 3, "pack": 3, "apply": 5}
 # What Python does besides, in launches of an operation: at the start of a step, for each parameter,
 # and to send and to receive the headers of an exchange. From a profile of CPU ranks.
 _STEP_OPERATIONS: Final = 180
-_PARAM_OPERATIONS: Final = 5
+_PARAM_OPERATIONS: Final = 6
 _SEND_OPERATIONS: Final = 60
 _WAIT_OPERATIONS: Final = 30
 
@@ -162,13 +163,14 @@ def bucket_costs(
     )
 
 
-def start_seconds(plan: Plan, rank: int, hardware: Hardware) -> float:
+def start_seconds(plan: Plan, rank: int, hardware: Hardware, *, storage_dtype: str) -> float:
     """Predict what a rank does before the first bucket: look at every parameter and its gradient.
 
     Args:
         plan: The plan.
         rank: The rank.
         hardware: Rates.
+        storage_dtype: Dtype of gradients.
 
     Returns:
         Seconds.
@@ -176,7 +178,12 @@ def start_seconds(plan: Plan, rank: int, hardware: Hardware) -> float:
     meshes = {param.layout.mesh.members for param in plan.params}
     ranks = {peer for members in meshes for peer in members}
     launches = _STEP_OPERATIONS + _PARAM_OPERATIONS * len(plan.params)
-    return _contention(ranks, rank, hardware) * launches * hardware.operation_s
+    numel = sum(
+        math.prod(param.layout.local_shape(param.layout.mesh.coordinate(rank)))
+        for param in plan.params
+    )
+    finite = numel * ITEMSIZE[storage_dtype] / hardware.memory_bytes_per_s  # one look at gradients
+    return _contention(ranks, rank, hardware) * (launches * hardware.operation_s + finite)
 
 
 def _contention(ranks: Collection[int], rank: int, hardware: Hardware) -> float:
