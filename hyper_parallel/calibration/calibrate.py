@@ -46,8 +46,9 @@ def calibrate(
 ) -> Hardware:
     """Measure matrix products, memory and exchanges of this machine.
 
-    All ranks measure beside each other, as in a step. On a CPU each has one thread, and where there
-    are more ranks than cores, rates are those of a rank while it has a core.
+    All ranks measure beside each other, as in a step. On a CPU each has one thread. Where
+    there are more ranks than cores, rates are those of a rank times the ranks that share a core: so
+    the turns, and the caches that others leave behind, are in them.
 
     Args:
         num_ranks: Ranks of a node. None means one per GPU, or one per core.
@@ -81,16 +82,17 @@ def calibrate(
     in_effect = None
     if device_type == "cpu":
         in_effect = cores_in_effect([rank["crowd"] for rank in seen], cores or 1)
+    turns = num_ranks / in_effect if in_effect and is_crowded else 1.0  # ranks that share a core
     progress("done", 1.0)
     return Hardware(
         name=name or platform.node() or device_type,
         source=f"measured by hyper-parallel calibrate on {platform.platform(terse=True)}, "
         f"torch {torch.__version__}, {num_ranks} ranks",
         device_type=device_type,
-        matrix_rates={dtype: _mean_rate([rank[dtype] for rank in seen]) for dtype in DTYPES},
-        memory_bytes_per_s=statistics.fmean(rank["memory"] for rank in seen),
+        matrix_rates={d: _mean_rate([rank[d] for rank in seen], turns) for d in DTYPES},
+        memory_bytes_per_s=statistics.fmean(rank["memory"] for rank in seen) * turns,
         memory_bytes=_memory_bytes(device_type) / (num_ranks if device_type == "cpu" else 1),
-        operation_s=statistics.fmean(rank["operation"] for rank in seen),
+        operation_s=statistics.fmean(rank["operation"] for rank in seen) / turns,
         within_node=link,
         between_nodes=link,
         ranks_per_node=num_ranks,
@@ -98,14 +100,15 @@ def calibrate(
     )
 
 
-def _mean_rate(rates: list[MatrixRate]) -> MatrixRate:
-    """Ranks measure the same sizes; their rates at each are averaged."""
+def _mean_rate(rates: list[MatrixRate], factor: float) -> MatrixRate:
+    """Ranks measure the same sizes; their rates at each are averaged, and multiplied."""
     columns = zip(*(rate.measured for rate in rates), strict=True)
     return MatrixRate(
-        peak_flops_per_s=statistics.fmean(rate.peak_flops_per_s for rate in rates),
+        peak_flops_per_s=factor * statistics.fmean(rate.peak_flops_per_s for rate in rates),
         half_size=statistics.fmean(rate.half_size for rate in rates),
         measured=tuple(
-            (points[0][0], statistics.fmean(rate for _, rate in points)) for points in columns
+            (points[0][0], factor * statistics.fmean(rate for _, rate in points))
+            for points in columns
         ),
     )
 

@@ -8,17 +8,15 @@ from collections.abc import Callable
 import torch
 
 _FEWEST = 3
-_PAUSE_S = 0.002
 
 
 def seconds_of(
     call: Callable[[], object], device: torch.device, *, budget_s: float, is_crowded: bool = False
 ) -> float:
-    """Median time of a call, after one to warm up.
+    """Median time of a call, after one to warm up; the mean where ranks take turns on a core.
 
-    Where ranks share cores, it is the time that the call spends on a core, after a short pause: in
-    a step, too, a rank waits for others between its calls, and a core that comes back to it has
-    other things in its caches.
+    A short call mostly runs while its rank has the core: the median then says nothing of the turns
+    of others, nor of the caches that they leave behind.
 
     Args:
         call: What to time.
@@ -29,19 +27,16 @@ def seconds_of(
     Returns:
         Seconds.
     """
-    clock = time.thread_time if is_crowded else time.perf_counter
     call()
     _wait(device)
     took: list[float] = []
     stop = time.perf_counter() + budget_s
     while len(took) < _FEWEST or time.perf_counter() < stop:
-        if is_crowded:
-            time.sleep(_PAUSE_S)
-        start = clock()
+        start = time.perf_counter()
         call()
         _wait(device)
-        took.append(clock() - start)
-    return statistics.median(took)
+        took.append(time.perf_counter() - start)
+    return statistics.fmean(took) if is_crowded else statistics.median(took)
 
 
 def _wait(device: torch.device) -> None:
