@@ -91,6 +91,8 @@ class Report:
         exposed = self.simulation.exposed_exchange_s
         text = f"{duration(exposed)} of it waiting for exchanges"
         if repeat > 0 and self.simulation.step_s > 0:
+            busy = self.simulation.busiest.seconds_by_lane
+            repeat += busy["prepare"] + busy["apply"]  # momentum and weights, in any strategy
             text += f"; gathering and repeating takes about {duration(repeat)}"
         return text
 

@@ -25,7 +25,7 @@ STRATEGIES: Final = {
     "owner, direct": "one owner per matrix, one all-to-all each way among all ranks",
     "owner, staged": "one owner per matrix, back inside its copy, then along the replicas",
     "owner in each replica": "every replica group orthogonalizes all matrices for itself",
-    "gather and repeat": "every rank gathers all matrices and repeats the work of all, as is usual",
+    "gather and repeat": "every rank gathers matrix after matrix and repeats all work, as is usual",
 }
 """What each strategy does, in words."""
 
@@ -91,8 +91,8 @@ class LayoutGroup:
         """Matrices of all parameters."""
         return self.shapes.total()
 
-    def seconds(self, shapes: Mapping[tuple[int, int], int]) -> float:
-        """Seconds of orthogonalizing some matrices on one rank."""
+    def seconds(self, shapes: Mapping[tuple[int, int], int], *, one_by_one: bool = False) -> float:
+        """Seconds of orthogonalizing matrices on one rank, those of a shape together or not."""
         return sum(
             orthogonalize_seconds(
                 self.work.form(*shape),
@@ -100,8 +100,9 @@ class LayoutGroup:
                 self.hardware,
                 num_steps=len(self.work.coefficients),
                 dtype=self.work.dtype,
-                count=count,
+                count=1 if one_by_one else count,
             )
+            * (count if one_by_one else 1)
             for shape, count in shapes.items()
         )
 
@@ -179,11 +180,12 @@ def strategies_of(group: LayoutGroup, everyone: Split) -> list[Strategy]:
 
     def add(name: str, work: Counter[tuple[int, int]], nbytes: int, links: float) -> None:
         owned = sum(rows * cols * n for (rows, cols), n in work.items())
-        memory = (owned if name != "gather and repeat" else 0) * ITEMSIZE[group.work.wire_dtype]
+        repeats = name == "gather and repeat"  # one matrix after the other
+        memory = (0 if repeats else owned) * ITEMSIZE[group.work.wire_dtype]
         found.append(
             Strategy(
                 name=name,
-                seconds=group.seconds(work) + links,
+                seconds=group.seconds(work, one_by_one=repeats) + links,
                 flops=sum(shape_flops(group.work, shape) * n for shape, n in work.items()),
                 received_bytes=nbytes,
                 memory_bytes=memory + working,

@@ -33,6 +33,20 @@ def test_sharded_matrices_have_owners() -> None:
     assert choice.advice == ""
 
 
+def test_gathering_and_repeating_takes_one_matrix_after_the_other() -> None:
+    """As those do who ship it: the launches of small matrices are not shared in a batch."""
+    few = transformer(mesh_of(1), (S0,), num_layers=2, width=128)
+    many = transformer(mesh_of(1), (S0,), num_layers=20, width=128)
+    seconds = []
+    for params in (few, many):
+        (choice,) = explain(plan_of(params), H100)
+        seconds.append({s.name: s.seconds for s in choice.strategies})
+    repeat = [found["gather and repeat"] for found in seconds]
+    together = [found["local"] for found in seconds]
+    assert repeat[1] == pytest.approx(10 * repeat[0])
+    assert together[1] < 5 * together[0]
+
+
 def test_what_is_predicted_for_owners_is_what_the_plan_counts() -> None:
     params = transformer(mesh_of(8), (S0,), num_layers=8, width=1024)
     plan = plan_of(params)
