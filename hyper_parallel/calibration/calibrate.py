@@ -20,6 +20,7 @@ from hyper_parallel.calibration.compute_rates import (
     measure_memory_rate,
     measure_operation,
 )
+from hyper_parallel.calibration.crowd import Crowd
 from hyper_parallel.calibration.exchange_rates import (
     cores_in_effect,
     fit_link,
@@ -163,11 +164,11 @@ def _measure(rank: int, task: _Task, folder: str) -> None:
 
 def _rates(device: torch.device, task: _Task) -> dict[str, Any]:
     shares = {what: share * task.budget_s for what, share in _SHARES.items()}
-    crowded = {"is_crowded": task.is_crowded}
-    operation = measure_operation(device, budget_s=shares["operation"], **crowded)
+    crowd = Crowd(task.num_ranks) if task.is_crowded else None
+    operation = measure_operation(device, budget_s=shares["operation"], crowd=crowd)
     found: dict[str, Any] = {
         "operation": operation,
-        "memory": measure_memory_rate(device, budget_s=shares["memory"], **crowded),
+        "memory": measure_memory_rate(device, budget_s=shares["memory"], crowd=crowd),
     }
     for dtype in DTYPES:
         found[dtype] = measure_matrix_rate(
@@ -175,6 +176,6 @@ def _rates(device: torch.device, task: _Task) -> dict[str, Any]:
             device,
             operation_s=operation,
             budget_s=shares["matrix"] / len(DTYPES),
-            **crowded,
+            crowd=crowd,
         )
     return found

@@ -3,10 +3,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Final
 
 import torch
 
+from hyper_parallel.calibration.crowd import Crowd
 from hyper_parallel.calibration.timing import seconds_of
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
 from hyper_parallel.core.optimizer.cost_model import products_of
@@ -49,7 +51,7 @@ def measure_matrix_rate(
     *,
     operation_s: float,
     budget_s: float,
-    is_crowded: bool = False,
+    crowd: Crowd | None = None,
 ) -> MatrixRate:
     """Measure how fast Newton-Schulz steps run, single matrices and batches.
 
@@ -58,7 +60,7 @@ def measure_matrix_rate(
         device: Where.
         operation_s: Seconds of a launch, taken off.
         budget_s: For how long to measure, in all.
-        is_crowded: Whether there are more ranks than cores.
+        crowd: The ranks, where there are more of them than cores; all of them then call this.
 
     Returns:
         What was measured at each size, and the formula that fits best.
@@ -76,12 +78,15 @@ def measure_matrix_rate(
         )
         together = _BATCH if form.batched and device.type == "cpu" else 1
         shape = (together, rows, cols) if together > 1 else (rows, cols)
-        X = torch.randn(shape, device=device).to(getattr(torch, dtype)) / cols
+        # Several, since a step multiplies none twice.
+        matrices = cycle(
+            torch.randn(shape, device=device).to(getattr(torch, dtype)) / cols for _ in range(4)
+        )
         took = seconds_of(
-            lambda X=X: iterate(X, schedule, Form()),  # type: ignore[misc]
+            lambda matrices=matrices: iterate(next(matrices), schedule, Form()),  # type: ignore[misc]
             device,
             budget_s=budget_s / len(shapes),
-            is_crowded=is_crowded,
+            crowd=crowd,
         )
         products = products_of(Form(), rows, cols, num_steps=len(schedule), dtype=dtype)
         samples.append(
@@ -136,14 +141,14 @@ def fit_matrix_rate(samples: Sequence[Sample]) -> MatrixRate:
 
 
 def measure_memory_rate(
-    device: torch.device, *, budget_s: float, is_crowded: bool = False
+    device: torch.device, *, budget_s: float, crowd: Crowd | None = None
 ) -> float:
     """Measure the passes of a step: interpolate, round, decay and add.
 
     Args:
         device: Where.
         budget_s: For how long.
-        is_crowded: Whether there are more ranks than cores.
+        crowd: The ranks, where there are more of them than cores; all of them then call this.
 
     Returns:
         Bytes read and written, together, a second.
@@ -161,17 +166,19 @@ def measure_memory_rate(
         torch._foreach_add_(weights, narrow, alpha=-1e-9)
 
     bytes_per_element = 12 + 6 + 12 + 8 + 10
-    took = seconds_of(passes, device, budget_s=budget_s, is_crowded=is_crowded)
+    took = seconds_of(passes, device, budget_s=budget_s, crowd=crowd)
     return bytes_per_element * numel * _STREAM_TENSORS / took
 
 
-def measure_operation(device: torch.device, *, budget_s: float, is_crowded: bool = False) -> float:
+def measure_operation(
+    device: torch.device, *, budget_s: float, crowd: Crowd | None = None
+) -> float:
     """Measure what launching an operation takes, where there is next to nothing to do.
 
     Args:
         device: Where.
         budget_s: For how long.
-        is_crowded: Whether there are more ranks than cores.
+        crowd: The ranks, where there are more of them than cores; all of them then call this.
 
     Returns:
         Seconds, the mean of views and of kernels.
@@ -182,4 +189,4 @@ def measure_operation(device: torch.device, *, budget_s: float, is_crowded: bool
         for _ in range(50):
             x.narrow(0, 0, 16).view(4, 4).add_(1)
 
-    return seconds_of(launches, device, budget_s=budget_s, is_crowded=is_crowded) / 150
+    return seconds_of(launches, device, budget_s=budget_s, crowd=crowd) / 150

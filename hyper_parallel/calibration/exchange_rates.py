@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from hyper_parallel.calibration.crowd import Crowd
 from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
 from hyper_parallel.core.optimizer.collectives import ProcessGroups, start_all_to_all
 from hyper_parallel.core.optimizer.hardware import Link
@@ -60,13 +61,9 @@ def measure_crowd(rank: int, num_ranks: int) -> tuple[float, list[float]]:
     Returns:
         Seconds alone, 0 on all ranks but the first; and seconds of each burst with all others.
     """
-    group = ProcessGroups([]).group(tuple(range(num_ranks)))
+    crowd = Crowd(num_ranks)
     schedule = resolve_coefficients("jordan", 5)
     batch = torch.randn(*_BURST).bfloat16()
-
-    def meet() -> None:
-        ready = torch.zeros(num_ranks, dtype=torch.uint8)
-        start_all_to_all(ready, [1] * num_ranks, [1] * num_ranks, group).wait()
 
     def burst() -> float:
         start = time.perf_counter()
@@ -76,7 +73,7 @@ def measure_crowd(rank: int, num_ranks: int) -> tuple[float, list[float]]:
     alone = [burst() for _ in range(_ROUNDS)] if rank == 0 else [0.0]
     together: list[float] = []
     for _ in range(_ROUNDS):
-        meet()
+        crowd.meet()
         together.append(burst())
     return statistics.median(alone), together[2:]
 
