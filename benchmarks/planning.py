@@ -123,11 +123,9 @@ def _small(number: int) -> Model:
 
 
 def _peak_mb() -> float:
-    """Largest resident memory of this process, in MiB.
-
-    Linux lets a new process inherit the figure that getrusage gives from the one that started it,
-    here a test process that may hold a gigabyte; its own is in /proc.
-    """
+    """Largest resident memory of this process, in MiB."""
+    # On Linux a new process inherits the figure that getrusage gives from the one that started it,
+    # here a test process that may hold a gigabyte. Its own is in /proc.
     status = Path("/proc/self/status")
     if status.exists():
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
