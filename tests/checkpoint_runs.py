@@ -4,7 +4,7 @@
 All ranks see the same batch, so that every layout has the gradients of one process, up to rounding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def whole(tensor: Tensor) -> Tensor:
     """A tensor as one process has it; every rank that holds a part calls."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+    """Weights, then momentum and moments, whole."""
+    for p in model.parameters():
+        yield whole(p)
+        yield from (whole(value) for key, value in sorted(optimizer.state[p].items()))
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

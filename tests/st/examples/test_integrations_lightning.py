@@ -2,18 +2,18 @@
 """PyTorch Lightning: on one process and with FSDP2, and again from its checkpoint."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from examples.text_data import load_text
+from tests.checkpoint_runs import state_of
 from tests.dist import run_ranks
 
 pytest.importorskip("lightning", reason="pip install 'hyper-parallel[integrations]'")
@@ -23,17 +23,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore::DeprecationW
 
 TEXT = Path(__file__).resolve().parents[3] / "examples"
 STEPS, BATCH, SAVED = 6, 4, 3
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def state_of(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
-    """Weights, then momentum and moments, whole."""
-    for p in model.parameters():
-        yield whole(p)
-        yield from (whole(value) for key, value in sorted(optimizer.state[p].items()))
 
 
 def new_module() -> Any:

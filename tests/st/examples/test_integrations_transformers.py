@@ -2,7 +2,6 @@
 """Hugging Face's ``Trainer``: on one process and under FSDP2, and again from its checkpoint."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from examples.text_data import load_text
+from tests.checkpoint_runs import state_of, whole
 from tests.dist import run_ranks
 
 pytest.importorskip("transformers", reason="pip install 'hyper-parallel[integrations]'")
@@ -23,17 +23,6 @@ pytestmark = pytest.mark.dist
 
 TEXT = Path(__file__).resolve().parents[3] / "examples"
 STEPS, BATCH, SAVED = 6, 4, 3
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def state_of(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
-    """Weights, then momentum and moments, whole."""
-    for p in model.parameters():
-        yield whole(p)
-        yield from (whole(value) for key, value in sorted(optimizer.state[p].items()))
 
 
 def new_trainer(folder: Path) -> Any:

@@ -4,7 +4,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from tests.checkpoint_runs import (
     whole_state,
     whole_weights,
 )
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
 
@@ -46,12 +46,6 @@ OPTIONS = {
     "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
     "not flattened": StateDictOptions(),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 def optimizer_dict(model: nn.Module, optimizer: Muon, form: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from tests.checkpoint_runs import (
     whole_weights,
 )
 from tests.dist import Failure, run_ranks_outcomes
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
 
@@ -141,12 +141,6 @@ def assert_resumes(run_dir: str, layout: str) -> str:
     go_on(state, 2)
     save_checkpoint(state, Path(run_dir))
     return folder.name
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("fault", FAULTS)

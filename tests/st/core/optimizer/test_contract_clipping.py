@@ -2,7 +2,6 @@
 """Clipping by the norm of all gradients, on any mixture of meshes: that of one process."""
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -24,19 +23,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from hyper_parallel import Muon, clip_grad_norm_, muon_param_groups
 from hyper_parallel.core.optimizer.torch_private import StridedShard
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 STRIDED: Placement = StridedShard(0, split_factor=2)
 SHAPES = [(7, 5), (3, 4), (1, 6), (4, 2, 3)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 @cache

@@ -2,7 +2,6 @@
 """Loss scaling on ranks: one rank's overflow is a skip of all, and nobody waits."""
 
 import copy
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,17 +15,11 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hyper_parallel import GradScaler, Muon, clip_grad_norm_, muon_param_groups
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
 
 SCALE = 2.0**10
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 @cache

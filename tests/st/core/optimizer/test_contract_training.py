@@ -3,7 +3,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -30,15 +30,9 @@ from typing_extensions import override
 
 from hyper_parallel import Muon, muon_param_groups
 from hyper_parallel.core.optimizer.weight_rounding import RESIDUAL
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 class Block(nn.Module):
@@ -86,6 +80,12 @@ def batch(seed: int, num_rows: int = 2, dtype: torch.dtype = torch.float64) -> T
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(dist.get_world_size(), num_rows, 6, generator=generator)
     return rows.to(dtype)
+
+
+def step_on(model: Callable[[Tensor], Tensor], optimizer: Muon, x: Tensor) -> None:
+    optimizer.zero_grad()
+    loss(model, x).backward()
+    optimizer.step()
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -169,12 +169,8 @@ def offloaded() -> None:
     optimizer, due = muon(model), muon(alone)
     for seed in range(2):
         x = batch(seed)
-        optimizer.zero_grad()
-        due.zero_grad()
-        loss(model, x[dist.get_rank()]).backward()
-        loss(alone, x).backward()
-        optimizer.step()
-        due.step()
+        step_on(model, optimizer, x[dist.get_rank()])
+        step_on(alone, due, x)
     assert_same(model, alone)
     for p, state in optimizer.state.items():
         for key, value in state.items():
@@ -245,12 +241,8 @@ def trained_in_another_way(how: str) -> None:
     cycled = []
     for seed in range(3):
         x = batch(seed)
-        optimizer.zero_grad()
-        due.zero_grad()
-        loss(model, x[dist.get_rank()]).backward()
-        loss(alone, x).backward()
-        optimizer.step()
-        due.step()
+        step_on(model, optimizer, x[dist.get_rank()])
+        step_on(alone, due, x)
         cycled.append(optimizer.param_groups[0]["lr"])
         if seed < 2:
             scheduler.step()

@@ -12,7 +12,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -45,7 +45,7 @@ from hyper_parallel import Muon, muon_param_groups
 from hyper_parallel.core.optimizer.local_step import LocalStep
 from hyper_parallel.core.optimizer.torch_private import StridedShard
 from tests.cases import Case, Mesh, Param, assert_invariants, run_case
-from tests.pool import Pools, pools
+from tests.pool import Pools
 from tests.reference import ReferenceMuon
 
 pytestmark = pytest.mark.dist
@@ -53,12 +53,6 @@ pytestmark = pytest.mark.dist
 EXACT: dict[str, Any] = {"ns_dtype": torch.float64}
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 ALL_TO_ALL = dist.all_to_all_single
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 def check(ranks: Pools, world_size: int, case: Case, copies: int | None = 1) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every layout against one process: weights, momentum, replicas, counts."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,17 +9,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hyper_parallel import Muon
 from tests.cases import Case, Mesh, Param, assert_invariants, run_case
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
 
 SHAPES = ((16, 8), (5, 3), (1, 7), (9, 4), (3, 8, 6), (0, 4), (4, 1), (12, 12))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 def everywhere(*placements: str, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> tuple[Param, ...]:

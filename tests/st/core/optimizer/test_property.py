@@ -6,7 +6,6 @@
 
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import Case, Mesh, Param, assert_invariants, run_case
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 NUM_CASES = int(os.environ.get("HYPER_PARALLEL_CASES", "300"))
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(max(600, NUM_CASES))]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 WORLDS = st.sampled_from([2, 2, 3, 4, 4, 4, 5, 6, 8])

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from hyper_parallel.core.optimizer.dtensor_layout import LayoutReader
 from hyper_parallel.core.optimizer.regions import Region
 from hyper_parallel.core.optimizer.torch_private import StridedShard
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
 
@@ -27,12 +27,6 @@ MESHES: dict[str, tuple[int, list[int] | None, tuple[int, ...]]] = {
     "2x2x2": (8, None, (2, 2, 2)),
     "2x1x2x2": (8, None, (2, 1, 2, 2)),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 def all_placements(mesh_shape: tuple[int, ...]) -> Iterator[tuple[Placement, ...]]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is simulated is the plan that runs: its counts are those of real ranks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +12,7 @@ from hyper_parallel import Muon
 from hyper_parallel.core.optimizer.hardware_presets import PRESETS
 from hyper_parallel.core.optimizer.layout import MeshLayout
 from hyper_parallel.core.optimizer.simulation import Simulation, rank_step, simulate
-from tests.pool import Pools, pools
+from tests.pool import Pools
 
 pytestmark = pytest.mark.dist
 
@@ -33,12 +32,6 @@ class Seen:
     peak: int
     simulation: Simulation
     simulated_peak: int
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pools]:
-    with pools() as opened:
-        yield opened
 
 
 def count(job: Job, bucket_bytes: int, share: bool | str, method: str) -> Seen:
