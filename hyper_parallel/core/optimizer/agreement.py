@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from hyper_parallel.core.optimizer.bucket import HEADER_BYTES
-from hyper_parallel.core.optimizer.collectives import Ranks, gather_objects
+from hyper_parallel.core.optimizer.collectives import gather_objects
+from hyper_parallel.core.optimizer.layout import Ranks
 from hyper_parallel.core.optimizer.plan import Plan
 
 _HEADER = struct.Struct("<B7xQ")

@@ -132,10 +132,14 @@ class Bucket:
     matrices: tuple[PlannedMatrix, ...]
 
     @property
+    def relays(self) -> bool:
+        """Whether updates pass on along the replicate axes in a stage of their own."""
+        return self.scatters and self.route == "staged"
+
+    @property
     def num_collectives(self) -> int:
         """All-to-alls of this bucket in one step."""
-        staged = self.scatters and self.route == "staged"
-        return int(self.gathers) + int(self.scatters) + int(staged)
+        return int(self.gathers) + int(self.scatters) + int(self.relays)
 
     @property
     def itemsize(self) -> int:

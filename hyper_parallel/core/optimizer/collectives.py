@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-Ranks = tuple[int, ...]
+from hyper_parallel.core.optimizer.layout import Ranks
 
 
 class ProcessGroups:

@@ -31,15 +31,16 @@ from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Orthogonalization
 from hyper_parallel.core.optimizer.collectives import (
     ProcessGroups,
     RankGroup,
-    Ranks,
     Transfer,
     all_reduce_,
     gather_objects,
     start_all_to_all,
 )
+from hyper_parallel.core.optimizer.layout import Ranks
 from hyper_parallel.core.optimizer.packet import PacketFormat, Parcel, Part
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.program import Program, build_program
+from hyper_parallel.core.optimizer.step_order import run_in_order
 
 
 class StepKernel(Protocol):
@@ -145,12 +146,7 @@ class Executor:
         self._fingerprints = {
             ranks: kernel.fingerprint(params) for ranks, params in self._params.items()
         }
-        opened = [self._open(programs[0], kernel) for programs in self._domains.values()]
-        for programs in self._domains.values():
-            # Handed over: kept in the list, a domain's first bucket would live until the end.
-            self._pipeline(opened.pop(0), programs[1:], kernel)
-        for program in self._alone:
-            self._pipeline(self._start(program, kernel), [], kernel)
+        run_in_order(_Stages(self, kernel), self._domains.values(), self._alone)
         return self._settle(kernel)
 
     def any_rank(self, here: bool) -> bool:  # noqa: FBT001 -- a truth, no switch
@@ -192,20 +188,6 @@ class Executor:
             self._suspects.add(flight.program.bucket.ranks)
             if self._obstacle is None:
                 self._obstacle = Obstacle("")  # others know the reason, and will tell
-
-    def _pipeline(self, current: _Flight, rest: Sequence[Program], kernel: StepKernel) -> None:
-        returning: _Flight | None = None
-        for program in rest:
-            upcoming = self._start(program, kernel)
-            self._compute(current, kernel)
-            if returning is not None:
-                self._finish(returning, kernel)
-            returning, current = current, upcoming
-        self._compute(current, kernel)
-        if returning is not None:
-            self._finish(returning, kernel)
-            returning = None
-        self._finish(current, kernel)
 
     def _start(self, program: Program, kernel: StepKernel) -> _Flight:
         """Allocate the owned matrices, keep what is here already and send the rest."""
@@ -386,6 +368,26 @@ class Executor:
             else "No weight and no optimizer state was changed"
         )
         raise RuntimeError(f"{here.reason or 'another rank cannot step'}. {outcome}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """An executor with what it does in this step; see :class:`~.step_order.Stages`."""
+
+    executor: Executor
+    kernel: StepKernel
+
+    def start(self, program: Program) -> _Flight:
+        return self.executor._start(program, self.kernel)
+
+    def open(self, program: Program) -> _Flight:
+        return self.executor._open(program, self.kernel)
+
+    def compute(self, flight: _Flight) -> None:
+        self.executor._compute(flight, self.kernel)
+
+    def finish(self, flight: _Flight) -> None:
+        self.executor._finish(flight, self.kernel)
 
 
 def _arrived(

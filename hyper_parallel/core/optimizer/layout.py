@@ -13,6 +13,7 @@ from typing_extensions import override
 from hyper_parallel.core.optimizer.regions import Box, Region, positions_with, spans_after_cuts
 
 Coordinate = tuple[int, ...]
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

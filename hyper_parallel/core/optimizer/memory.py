@@ -22,6 +22,7 @@ from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
 from hyper_parallel.core.optimizer.forms import Form
 from hyper_parallel.core.optimizer.rank_routes import RankRoutes, rank_routes
 from hyper_parallel.core.optimizer.routes import Exchange
+from hyper_parallel.core.optimizer.step_order import run_in_order
 
 # As in ``polar.py``: how many elements are squared at once where rows are longer than that.
 _NORM_CHUNK_NUMEL: Final = 2**22
@@ -152,7 +153,8 @@ class _Ledger:
     def drop(self, nbytes: int) -> None:
         self.alive -= nbytes
 
-    def start(self, bucket: Bucket, sizes: _Sizes) -> _Flight:
+    def start(self, program: tuple[Bucket, _Sizes]) -> _Flight:
+        bucket, sizes = program
         flight = _Flight(bucket, sizes)
         flight.held += self.take(sum(sizes.batches))
         packet = self.take(sizes.gather_out)
@@ -187,15 +189,16 @@ class _Ledger:
         if flight.bucket.scatters:
             self.take(flight.sizes.headers)
             self.drop(flight.sizes.headers + flight.sizes.scatter_out)
-        if flight.bucket.scatters and flight.bucket.route == "staged":
+        if flight.bucket.relays:
             packet = self.take(flight.sizes.relay_out)
             flight.held += self.take(flight.sizes.relay_in)
             self.drop(packet)
 
-    def open(self, bucket: Bucket, sizes: _Sizes) -> _Flight:
-        flight = self.start(bucket, sizes)
+    def open(self, program: tuple[Bucket, _Sizes]) -> _Flight:
+        bucket = program[0]
+        flight = self.start(program)
         self.gathered(flight)
-        if not bucket.gathers or bucket.route == "staged":
+        if not bucket.gathers or bucket.relays:
             self.compute(flight)
             self.arrive(flight)
         return flight
@@ -203,19 +206,6 @@ class _Ledger:
     def finish(self, flight: _Flight) -> None:
         self.arrive(flight)
         self.drop(flight.held)
-
-    def pipeline(self, current: _Flight, rest: Sequence[tuple[Bucket, _Sizes]]) -> None:
-        returning: _Flight | None = None
-        for bucket, sizes in rest:
-            upcoming = self.start(bucket, sizes)
-            self.compute(current)
-            if returning is not None:
-                self.finish(returning)
-            returning, current = current, upcoming
-        self.compute(current)
-        if returning is not None:
-            self.finish(returning)
-        self.finish(current)
 
 
 def step_bytes(
@@ -244,11 +234,7 @@ def step_bytes(
         bucket = one.bucket
         where = domains.setdefault(bucket.ranks, []) if bucket.num_collectives else alone
         where.append((bucket, sizes))
-    opened = [ledger.open(*programs[0]) for programs in domains.values()]
-    for flight, programs in zip(opened, domains.values(), strict=True):
-        ledger.pipeline(flight, programs[1:])
-    for bucket, sizes in alone:
-        ledger.pipeline(ledger.start(bucket, sizes), [])
+    run_in_order(ledger, domains.values(), alone)
     return ledger.peak
 
 

@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Ranks = tuple[int, ...]
+from hyper_parallel.core.optimizer.layout import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from hyper_parallel.core.optimizer.bucket import (
     PlannedParam,
 )
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
-from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout, ParamLayout, Ranks
 from hyper_parallel.core.optimizer.matrix_view import MatrixBox, MatrixView, matrices_of
-from hyper_parallel.core.optimizer.owners import Item, Ranks, assign_owners
+from hyper_parallel.core.optimizer.owners import Item, assign_owners
 from hyper_parallel.core.optimizer.plan import Plan
 
 _Alike = tuple[ParamLayout, ParamLayout, MatrixView, Orthogonalization]

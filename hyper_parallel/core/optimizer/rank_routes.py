@@ -71,16 +71,12 @@ def rank_routes(
             bucket=bucket,
             gather=gather_route(params, bucket, rank),
             scatter=scatter_route(params, bucket, rank),
-            relay=relay_route(params, bucket, rank) if _is_staged(bucket) else None,
+            relay=relay_route(params, bucket, rank) if bucket.relays else None,
             stored_numel=numel_of(stored_cargo(params, bucket, rank)),
         )
         for number, bucket in enumerate(buckets)
         if rank in bucket.ranks
     ]
-
-
-def _is_staged(bucket: Bucket) -> bool:
-    return bucket.scatters and bucket.route == "staged"
 
 
 def numel_of(cargo: Sequence[Cargo]) -> int:

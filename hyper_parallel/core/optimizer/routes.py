@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hyper_parallel.core.optimizer.bucket import HEADER_BYTES, Bucket, PlannedMatrix, PlannedParam
-from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout
+from hyper_parallel.core.optimizer.layout import Coordinate, MeshLayout, Ranks
 from hyper_parallel.core.optimizer.regions import Piece, pieces_of
 
 Params = Sequence[PlannedParam]
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,8 @@ def exchanges_of(params: Params, bucket: Bucket, rank: int) -> list[Exchange]:
         routes.append(gather_route(params, bucket, rank))
     if bucket.scatters:
         routes.append(scatter_route(params, bucket, rank))
-        if bucket.route == "staged":
-            routes.append(relay_route(params, bucket, rank))
+    if bucket.relays:
+        routes.append(relay_route(params, bucket, rank))
     return routes
 
 

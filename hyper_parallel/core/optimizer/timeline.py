@@ -16,6 +16,7 @@ from hyper_parallel.core.optimizer.hardware import Hardware
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.rank_routes import RankRoutes
 from hyper_parallel.core.optimizer.routes import Cargo, Exchange
+from hyper_parallel.core.optimizer.step_order import run_in_order
 from hyper_parallel.core.optimizer.traffic import (
     compute_seconds,
     exchange_seconds,
@@ -282,19 +283,6 @@ class _Clock:
         self.arrive(flight)
         self.work(flight, "apply", flight.costs.apply_s)
 
-    def pipeline(self, current: _Flight, rest: Sequence[BucketCosts]) -> None:
-        returning: _Flight | None = None
-        for costs in rest:
-            upcoming = self.start(costs)
-            self.compute(current)
-            if returning is not None:
-                self.finish(returning)
-            returning, current = current, upcoming
-        self.compute(current)
-        if returning is not None:
-            self.finish(returning)
-        self.finish(current)
-
 
 def play(plan: Plan, costs: Sequence[BucketCosts], *, start_s: float = 0.0) -> tuple[Span, ...]:
     """Play a step of one rank: domains are opened first, then each runs as a pipeline.
@@ -316,9 +304,5 @@ def play(plan: Plan, costs: Sequence[BucketCosts], *, start_s: float = 0.0) -> t
             domains.setdefault(bucket.ranks, []).append(one)
         else:
             alone.append(one)
-    opened = [clock.open(programs[0]) for programs in domains.values()]
-    for flight, programs in zip(opened, domains.values(), strict=True):
-        clock.pipeline(flight, programs[1:])
-    for one in alone:
-        clock.pipeline(clock.start(one), [])
+    run_in_order(clock, domains.values(), alone)
     return tuple(clock.spans)

@@ -23,11 +23,10 @@ from hyper_parallel.core.optimizer.bucket import (
 )
 from hyper_parallel.core.optimizer.cost_model import orthogonalize_seconds
 from hyper_parallel.core.optimizer.hardware import Hardware
-from hyper_parallel.core.optimizer.layout import ParamLayout
+from hyper_parallel.core.optimizer.layout import ParamLayout, Ranks
 from hyper_parallel.core.optimizer.regions import pieces_of, spans_after_cuts
 from hyper_parallel.core.optimizer.routes import Exchange
 
-Ranks = tuple[int, ...]
 WorkCounts = Mapping[tuple[Orthogonalization, int, int], int]
 """How many matrices a rank owns, by work, rows and columns."""
 
