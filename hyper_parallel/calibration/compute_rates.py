@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates of one rank: matrix products by size and dtype, passes over memory, launches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Final
 
@@ -10,7 +11,7 @@ import torch
 
 from hyper_parallel.calibration.crowd import Crowd
 from hyper_parallel.calibration.timing import seconds_of
-from hyper_parallel.core.optimizer.coefficients import resolve_coefficients
+from hyper_parallel.core.optimizer.coefficients import Schedule, resolve_coefficients
 from hyper_parallel.core.optimizer.cost_model import products_of
 from hyper_parallel.core.optimizer.forms import Form, choose_form, form_flops
 from hyper_parallel.core.optimizer.hardware import MatrixRate
@@ -78,12 +79,11 @@ def measure_matrix_rate(
         )
         together = _BATCH if form.batched and device.type == "cpu" else 1
         shape = (together, rows, cols) if together > 1 else (rows, cols)
-        # Several, since a step multiplies none twice.
-        matrices = cycle(
-            torch.randn(shape, device=device).to(getattr(torch, dtype)) / cols for _ in range(4)
-        )
+        # Several pairs, since a step multiplies none twice.
+        made = torch.randn((4, *shape), device=device).to(getattr(torch, dtype)) / cols
+        matrices = cycle(zip(made, torch.empty_like(made), strict=True))
         took = seconds_of(
-            lambda matrices=matrices: iterate(next(matrices), schedule, Form()),  # type: ignore[misc]
+            partial(_iterate_next, matrices, schedule),
             device,
             budget_s=budget_s / len(shapes),
             crowd=crowd,
@@ -98,6 +98,11 @@ def measure_matrix_rate(
         )
     points = sorted((sample.size, sample.flops / sample.seconds) for sample in samples)
     return replace(fit_matrix_rate(samples), measured=tuple(points))
+
+
+def _iterate_next(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], schedule: Schedule) -> None:
+    X, spare = next(pairs)
+    iterate(X, spare, schedule, Form())
 
 
 def fit_matrix_rate(samples: Sequence[Sample]) -> MatrixRate:

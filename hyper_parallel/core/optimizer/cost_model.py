@@ -133,9 +133,10 @@ def products_of(
     return (*made, Product(n, n, m, dtype, starts))
 
 
-# Passes over the elements of a matrix when it is normalized: it is widened, reduced twice, scaled,
-# its squares are summed, and it is divided and rounded; then it is written back.
-_NARROW_PASSES: Final = 4
+# Passes over the elements of a matrix when it is normalized. Half precision is widened, reduced
+# twice, scaled, its squares are summed, and it is divided and rounded; wider ones need no copy.
+_HALF_PASSES: Final = 2
+_WIDENED_PASSES: Final = 9
 _WIDE_PASSES: Final = 7
 _NORMALIZE_OPERATIONS: Final = 14
 
@@ -186,7 +187,8 @@ def _normalize_seconds(
     shape: tuple[int, int], hardware: Hardware, *, dtype: str, count: int, together: int
 ) -> float:
     itemsize = ITEMSIZE[dtype]
-    per_element = _NARROW_PASSES * itemsize + _WIDE_PASSES * max(itemsize, 4)
+    half_bytes = _HALF_PASSES * itemsize + _WIDENED_PASSES * ITEMSIZE["float32"]
+    per_element = half_bytes if itemsize < ITEMSIZE["float32"] else _WIDE_PASSES * itemsize
     nbytes = shape[0] * shape[1] * count * per_element
     launches = _NORMALIZE_OPERATIONS * hardware.operation_s * (count / together)
     return nbytes / hardware.memory_bytes_per_s + launches

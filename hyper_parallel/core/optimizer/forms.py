@@ -38,6 +38,8 @@ class Form:
         num_panels: Into how many column panels a symmetric product is cut; only what lies on and
             below the diagonal is multiplied. One is a plain product.
         batched: Whether the matrices of a batch share a product, or run one after the other.
+        transposes: Whether tall matrices are copied to lie as their transposes do. If not, they are
+            multiplied from the right, as they lie.
     """
 
     kind: str = "standard"
@@ -45,6 +47,7 @@ class Form:
     restarts: tuple[int, ...] = ()
     num_panels: int = 1
     batched: bool = True
+    transposes: bool = False
 
     @override
     def __str__(self) -> str:
@@ -75,6 +78,8 @@ _SMALLEST_GRAM: Final = 128
 # 2 panels pay, and those only for matrices so wide that X X^T is most of the work.
 _SMALLEST_IN_PANELS: Final = {"float32": 512, "float64": 512, "bfloat16": 1024}
 _SMALLEST_BFLOAT16_ASPECT: Final = 4
+# On CPUs. X^T X of a bfloat16 matrix with so many columns is slow enough to be worth two copies.
+_LARGEST_FROM_RIGHT: Final = {"bfloat16": 512}
 # On CPUs. Beyond this many rows, a batched product is slower than one product after the other.
 _LARGEST_BATCHED: Final = {"bfloat16": 128, "float16": 128, "float32": 64, "float64": 64}
 
@@ -124,6 +129,7 @@ def choose_form(
     standard = Form(
         num_panels=_num_panels(n, m, dtype) if on_cpu else 1,
         batched=not on_cpu or n <= _LARGEST_BATCHED[dtype],
+        transposes=on_cpu and num_rows > num_cols and n > _LARGEST_FROM_RIGHT.get(dtype, n),
     )
     if method == "standard":
         return standard
@@ -136,6 +142,7 @@ def choose_form(
         ),
         num_panels=_num_panels(n, m, chain) if on_cpu else 1,
         batched=standard.batched,
+        transposes=standard.transposes,
     )
     if method == "gram":
         return gram

@@ -3,10 +3,11 @@
 
 See [Note: two forms of one polynomial] in ``forms.py``.
 
-``X`` is ``(n, m)`` or ``(batch, n, m)`` with ``n <= m``. Out of place: calls are independent of
-each other, and what a step no longer needs is freed at once.
+``X`` is ``(n, m)`` or ``(batch, n, m)`` with ``n <= m``, or tall and then multiplied from the
+right: ``X (X^T X) = (X X^T) X``.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,33 +18,52 @@ from hyper_parallel.core.optimizer.coefficients import Schedule
 from hyper_parallel.core.optimizer.forms import Form, panel_bounds
 
 
-def iterate(X: Tensor, schedule: Schedule, form: Form) -> Tensor:
+def iterate(X: Tensor, spare: Tensor, schedule: Schedule, form: Form) -> Tensor:
     """Apply a schedule's polynomial to the singular values of each matrix.
 
     Args:
-        X: ``(n, m)`` or ``(batch, n, m)`` with ``n <= m``, singular values at most 1. Not modified.
+        X: ``(m, n)`` or ``(batch, m, n)``, contiguous, singular values at most 1. Overwritten.
+        spare: Like ``X``; overwritten.
         schedule: Coefficients of each step, at least one.
         form: How.
 
     Returns:
-        A new tensor like ``X``.
+        ``spare`` if :func:`num_turns` is odd, else ``X``.
     """
     # The compiler refuses to write a product into a part of a matrix.
     num_panels = 1 if torch.compiler.is_compiling() else form.num_panels
+    is_tall = X.size(-2) > X.size(-1)
+    # Two pairs of tensors for all steps: a new one costs a CPU as much as a pass through it.
     if form.kind == "standard":
+        n = min(X.shape[-2:])
+        A, square = (X.new_empty((*X.shape[:-2], n, n)) for _ in range(2))
         multiply_add = torch.addmm if X.ndim == 2 else torch.baddbmm
         for a, b, c in schedule:  # X <- a X + (b A + c A^2) X with A = X X^T
-            A = _outer(X, num_panels)
-            A = _symmetric(A, A, A, beta=b, alpha=c, num_panels=num_panels)
-            X = multiply_add(X, A, X, beta=a)
-            del A
+            _outer(X.mT if is_tall else X, num_panels, out=A)
+            _symmetric(A, A, A, beta=b, alpha=c, num_panels=num_panels, out=square)
+            left, right = (X, square) if is_tall else (square, X)
+            X, spare = multiply_add(X, left, right, beta=a, out=spare), X
         return X
-    dtype = _chain_dtype(X, form)
+    multiply = torch.mm if X.ndim == 2 else torch.bmm
     for start, stop in pairwise([0, *form.restarts, len(schedule)]):
-        Q = _chain(_outer(X.to(dtype), num_panels), schedule[start:stop], num_panels)
-        X = Q.to(X.dtype) @ X
-        del Q
+        Q = _factors(X, schedule[start:stop], form, num_panels)
+        left, right = (X, Q) if is_tall else (Q, X)
+        X, spare = multiply(left, right, out=spare), X
+        del Q, left, right
     return X
+
+
+def num_turns(schedule: Schedule, form: Form) -> int:
+    """How often a matrix is replaced by another in ``iterate``.
+
+    Args:
+        schedule: Coefficients of each step.
+        form: How.
+
+    Returns:
+        The number.
+    """
+    return len(schedule) if form.kind == "standard" else 1 + len(form.restarts)
 
 
 def _chain_dtype(X: Tensor, form: Form) -> torch.dtype:
@@ -63,33 +83,38 @@ def _rounds_to_bfloat16() -> bool:
     return bool(onednn.matmul.fp32_precision == "bf16")
 
 
-# The product of all factors ``h(R)`` from one start to the next. ``Z = b R + c R^2`` lacks ``a I``:
-# rounded into Z, it would cost digits that Z needs. It is added where Z is used, as in
-# ``Q <- Q (Z + a I)`` and ``R <- (Z + a I) R (Z + a I)``. All of these commute and are symmetric.
-def _chain(R: Tensor, schedule: Schedule, num_panels: int) -> Tensor:
-    Q = None
+# The product of all factors ``h(R)`` from one start to the next, ``R = X X^T``, in X's dtype.
+#
+# ``Z = b R + c R^2`` lacks ``a I``: rounded into Z, it would cost digits that Z needs. It is added
+# where Z is used, as in ``Q <- Q (Z + a I)`` and ``R <- (Z + a I) R (Z + a I)``. All of these
+# commute and are symmetric.
+def _factors(X: Tensor, schedule: Schedule, form: Form, num_panels: int) -> Tensor:
+    rows = X.mT if X.size(-2) > X.size(-1) else X
+    n = rows.size(-2)
+    shape, dtype = (*X.shape[:-2], n, n), _chain_dtype(X, form)
+    R = _outer(rows.to(dtype), num_panels, out=X.new_empty(shape, dtype=dtype))
+    Z, Q, other = (torch.empty_like(R) for _ in range(3))
+
+    symmetric = partial(_symmetric, num_panels=num_panels)
     for step, (a, b, c) in enumerate(schedule, start=1):
-        Z = _symmetric(R, R, R, beta=b, alpha=c, num_panels=num_panels)
-        if Q is None:
-            Q = Z.clone()
-            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+        symmetric(R, R, R, beta=b, alpha=c, out=Z)
+        if step == 1:
+            Q.copy_(Z).diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            Q = _symmetric(Q, Q, Z, beta=a, alpha=1.0, num_panels=num_panels)
+            symmetric(Q, Q, Z, beta=a, alpha=1.0, out=other)
+            Q, other = other, Q
         if step < len(schedule):
-            R = _symmetric(R, R, Z, beta=a, alpha=1.0, num_panels=num_panels)
-            R = _symmetric(R, Z, R, beta=a, alpha=1.0, num_panels=num_panels)
-    assert Q is not None
-    return Q
+            symmetric(R, R, Z, beta=a, alpha=1.0, out=other)
+            symmetric(other, Z, other, beta=a, alpha=1.0, out=R)
+    return Q.to(X.dtype)
 
 
 # ``X X^T``.
-def _outer(X: Tensor, num_panels: int) -> Tensor:
-    if num_panels == 1:
-        return X @ X.mT
-    n = X.size(-2)
-    out = X.new_empty((*X.shape[:-2], n, n))
+def _outer(X: Tensor, num_panels: int, *, out: Tensor) -> Tensor:
     multiply = torch.mm if X.ndim == 2 else torch.bmm
-    for start, stop in panel_bounds(n, num_panels):
+    if num_panels == 1:
+        return multiply(X, X.mT, out=out)
+    for start, stop in panel_bounds(X.size(-2), num_panels):
         panel = out[..., start:, start:stop]
         multiply(X[..., start:, :], X[..., start:stop, :].mT, out=panel)
         _mirror(out, start, stop)
@@ -98,14 +123,13 @@ def _outer(X: Tensor, num_panels: int) -> Tensor:
 
 # ``beta C + alpha A B``, all ``n x n``, where the result is known to be symmetric.
 def _symmetric(
-    C: Tensor, A: Tensor, B: Tensor, *, beta: float, alpha: float, num_panels: int
-) -> Tensor:
+    C: Tensor, A: Tensor, B: Tensor, *, beta: float, alpha: float, num_panels: int, out: Tensor
+) -> None:
     multiply_add = torch.addmm if A.ndim == 2 else torch.baddbmm
     if num_panels == 1:
-        return multiply_add(C, A, B, beta=beta, alpha=alpha)
-    n = A.size(-1)
-    out = torch.empty_like(A)
-    for start, stop in panel_bounds(n, num_panels):
+        multiply_add(C, A, B, beta=beta, alpha=alpha, out=out)
+        return
+    for start, stop in panel_bounds(A.size(-1), num_panels):
         multiply_add(
             C[..., start:, start:stop],
             A[..., start:, :],
@@ -115,7 +139,6 @@ def _symmetric(
             out=out[..., start:, start:stop],
         )
         _mirror(out, start, stop)
-    return out
 
 
 # What is below a panel's diagonal block, to the right of it.

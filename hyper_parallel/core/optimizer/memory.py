@@ -10,7 +10,6 @@ frees within itself, and scalars.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from hyper_parallel.core.optimizer.bucket import (
     HEADER_BYTES,
@@ -23,10 +22,6 @@ from hyper_parallel.core.optimizer.forms import Form
 from hyper_parallel.core.optimizer.rank_routes import RankRoutes, rank_routes
 from hyper_parallel.core.optimizer.routes import Exchange
 from hyper_parallel.core.optimizer.step_order import run_in_order
-
-# As in ``polar.py``: how many elements are squared at once where rows are longer than that.
-_NORM_CHUNK_NUMEL: Final = 2**22
-_LONGEST_SERIAL_SUM: Final = 4096
 
 
 def orthogonalize_bytes(
@@ -48,31 +43,32 @@ def orthogonalize_bytes(
         >>> orthogonalize_bytes(
         ...     Form(batched=False), (64, 256), count=9, dtype="float32", wire_dtype="float32"
         ... ) // (64 * 256 * 4)
-        2
+        1
     """
     together = count if form.batched else min(count, 1)
     rows, cols = shape
     size, numel = ITEMSIZE[dtype], rows * cols * together
-    wide = ITEMSIZE["float64" if "float64" in (dtype, wire_dtype) else "float32"]
-    # The scaled copy, and beside it the squares of a chunk or the rounded copy.
-    chunk = max(1, _NORM_CHUNK_NUMEL * rows // numel) * cols * together if numel else 0
-    squares = min(numel, chunk) * wide if cols > _LONGEST_SERIAL_SUM else 0
+    wide_dtype = "float64" if "float64" in (dtype, wire_dtype) else "float32"
+    wide = ITEMSIZE[wide_dtype]
+    transposed = form.transposes and rows > cols
+    # Two matrices take turns; one of them is that which comes, if it has the dtype.
+    turns = numel * size * (1 if wire_dtype == dtype else 2)
+    scaled = 0 if wire_dtype == dtype == wide_dtype and not transposed else numel * wide
+    rounded = numel * size if transposed else 0
     norms = 2 * together * (rows + 4) * wide  # of rows and of matrices, and what is made from them
-    normalize = numel * wide + max(squares, numel * size) + norms
-    return max(normalize, together * _iterate_bytes(form, min(shape), max(shape), size))
+    return turns + max(scaled + rounded + norms, together * _square_bytes(form, shape, size))
 
 
-def _iterate_bytes(form: Form, n: int, m: int, size: int) -> int:
-    """Most bytes alive at once for one matrix, the normalized matrix included."""
-    matrix, square = n * m * size, n * n * size
+def _square_bytes(form: Form, shape: tuple[int, int], size: int) -> int:
+    """Most bytes alive at once for one matrix, beside the two that take turns."""
+    n, m = min(shape), max(shape)
     if form.kind == "standard":
-        return matrix + max(2 * square, square + matrix)
+        return 2 * n * n * size
     chain_size = ITEMSIZE[form.chain_dtype or "float32"]
-    chain = n * n * chain_size
-    copy = n * m * chain_size if chain_size != size else 0
-    rounded = square if chain_size != size else 0
-    # R beside X; then R, Z, Q and a new one of them; then Q, its rounded copy and the new X.
-    return matrix + max(copy + chain, 4 * chain, chain + rounded + matrix)
+    chain, differs = n * n * chain_size, chain_size != size
+    copy, rounded = (n * m * chain_size, n * n * size) if differs else (0, 0)
+    # R beside X in its dtype; then R, Z, Q and a fourth one, and Q in the dtype of X.
+    return max(copy + chain, 4 * chain + rounded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -114,6 +115,7 @@ class Batch:
     params: tuple[int, ...]
 
 
+@lru_cache(maxsize=1 << 16)
 def slices_of(box: Box, shape: tuple[int, ...]) -> Slices | None:
     """A box as slices; None if it is all of a tensor of this shape."""
     if all(span == (0, length) for span, length in zip(box, shape, strict=True)):

@@ -16,7 +16,7 @@ from hyper_parallel.core.optimizer.coefficients import (
     resolve_coefficients,
 )
 from hyper_parallel.core.optimizer.forms import METHODS, Form, choose_form
-from hyper_parallel.core.optimizer.iteration import iterate
+from hyper_parallel.core.optimizer.iteration import iterate, num_turns
 
 __all__ = ["METHODS", "orthogonalize", "orthogonalize_with_schedule"]
 
@@ -131,16 +131,16 @@ def orthogonalize_with_schedule(
     form = method if isinstance(method, Form) else _choose(X, schedule, method, dtype)
     if X.numel() == 0:
         return torch.empty_like(X) if out is None else out
-    batch = X.reshape(-1, *X.shape[-2:])
-    # A batch of one takes the 2-D products, which are no slower and tuned best.
-    if form.batched or len(batch) == 1:
-        together = batch[0] if len(batch) == 1 else batch
-        result = _orthogonalize(together, schedule, form, eps=eps, dtype=dtype).reshape(X.shape)
-        return result.to(X.dtype) if out is None else out.copy_(result)
     if out is None:
         out = torch.empty_like(X, memory_format=torch.contiguous_format)
-    for matrix, target in zip(batch, out.view(batch.shape), strict=True):
-        target.copy_(_orthogonalize(matrix, schedule, form, eps=eps, dtype=dtype))
+    batch = X.reshape(-1, *X.shape[-2:])
+    targets = out.view(batch.shape)
+    # A batch of one takes the 2-D products, which are no slower and tuned best.
+    pairs = (
+        [(targets, batch)] if form.batched and len(batch) > 1 else zip(targets, batch, strict=True)
+    )
+    for target, matrices in pairs:
+        _orthogonalize_into(target, matrices, schedule, form, eps=eps, dtype=dtype)
     return out
 
 
@@ -178,33 +178,49 @@ def _choose(X: Tensor, schedule: Schedule, method: str, dtype: torch.dtype) -> F
     )
 
 
-# ``(m, n)`` or ``(batch, m, n)``, in ``dtype``.
-def _orthogonalize(
-    X: Tensor, schedule: Schedule, form: Form, *, eps: float, dtype: torch.dtype
-) -> Tensor:
-    is_tall = X.size(-2) > X.size(-1)
-    # One expression: a name for the normalized copy would keep it alive through every step.
-    Y = iterate(_normalize(X, eps, dtype, transposed=is_tall), schedule, form)
-    return Y.mT if is_tall else Y
+# ``(m, n)`` or ``(batch, m, n)``. ``out`` is contiguous and may be ``X``.
+def _orthogonalize_into(
+    out: Tensor, X: Tensor, schedule: Schedule, form: Form, *, eps: float, dtype: torch.dtype
+) -> None:
+    transposes = form.transposes and X.size(-2) > X.size(-1)
+    shape = X.mT.shape if transposes else X.shape
+    # The result is to end in ``out``, or beside it if it must be moved or rounded to get there.
+    direct = out.dtype == dtype and not transposes
+    here = out.view(shape) if out.dtype == dtype else _empty(shape, dtype, X.device)
+    there = _empty(shape, dtype, X.device)
+    first, second = (there, here) if num_turns(schedule, form) % 2 == direct else (here, there)
+    _normalize_into(first, X, eps, transposed=transposes)
+    result = iterate(first, second, schedule, form)
+    if not direct:
+        out.copy_(result.mT if transposes else result)
 
 
-# Divides each matrix by its Frobenius norm, then rounds to ``dtype``. Gives a new tensor with
-# contiguous rows, also of the transposed matrix: products of views that are not are slower.
-def _normalize(X: Tensor, eps: float, dtype: torch.dtype, *, transposed: bool) -> Tensor:
-    work_dtype = torch.float64 if torch.float64 in (X.dtype, dtype) else torch.float32
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+# Divides each matrix by its Frobenius norm, then rounds. ``out`` is contiguous, may share the
+# memory of ``X``, and is ``X`` transposed if it is to be.
+def _normalize_into(out: Tensor, X: Tensor, eps: float, *, transposed: bool) -> None:
+    work_dtype = torch.float64 if torch.float64 in (X.dtype, out.dtype) else torch.float32
     wide = X.to(work_dtype)  # reductions of half precision are slow on CPUs
     # Two reductions make no copy, as abs() would, and keep NaN.
     amax = torch.maximum(wide.amax((-2, -1)), -wide.amin((-2, -1)))
     # A division: the reciprocal of a subnormal overflows. A NaN in amax divides by 1, and reaches
     # every entry through the norm.
     divisor = _per_matrix(torch.where(amax > 0, amax, 1))
-    scaled = wide / divisor if wide is X else wide.div_(divisor)
+    if wide is not X:
+        scaled = wide.div_(divisor)
+    elif out.dtype == work_dtype and not transposed:
+        scaled = torch.div(wide, divisor, out=out)
+    else:
+        scaled = wide / divisor
     norm = _frobenius_norm(scaled).clamp_(min=max(eps, torch.finfo(work_dtype).tiny))
-    if transposed:
-        scaled = scaled.mT
-    out = torch.empty(scaled.shape, dtype=dtype, device=X.device)
-    torch.div(scaled, _per_matrix(norm), out=out)
-    return out
+    scaled.mul_(_per_matrix(norm.reciprocal_()))
+    if transposed:  # rounded first and then moved: a copy that does both is slow
+        out.copy_(scaled.to(out.dtype).mT)
+    elif scaled is not out:
+        out.copy_(scaled)
 
 
 # A tensor without dims divides as fast as a number does; one with dims takes twice the time.

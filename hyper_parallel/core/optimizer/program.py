@@ -16,6 +16,7 @@ from hyper_parallel.core.optimizer.packet import (
     slices_of,
 )
 from hyper_parallel.core.optimizer.plan import Plan
+from hyper_parallel.core.optimizer.regions import Box
 from hyper_parallel.core.optimizer.routes import (
     Cargo,
     Exchange,
@@ -134,13 +135,21 @@ def build_program(plan: Plan, number: int) -> Program:
 
 
 class _PartMaker:
-    """Turns cargo into parts of this rank's local tensors."""
+    """Turns cargo into parts of this rank's local tensors; the same cargo into the same part."""
 
     def __init__(self, plan: Plan, bucket: Bucket) -> None:
         self._plan = plan
         self._bucket = bucket
+        self._made: dict[tuple[int, Box, Box], Part] = {}
 
     def __call__(self, cargo: Cargo) -> Part:
+        key = (cargo.matrix, cargo.piece.local, cargo.piece.fine)
+        part = self._made.get(key)
+        if part is None:
+            part = self._made[key] = self._make(cargo)
+        return part
+
+    def _make(self, cargo: Cargo) -> Part:
         planned = self._bucket.matrices[cargo.matrix]
         param = self._plan.params[planned.param]
         here = param.layout.mesh.coordinate(self._plan.rank)

@@ -11,7 +11,7 @@ shard none. FSDP, HSDP, TP, EP and their mixtures differ in nothing else.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 Span = tuple[int, int]
@@ -92,7 +92,7 @@ def chunk_bounds(length: int, num_chunks: int, index: int) -> Span:
     return min(index * size, length), min((index + 1) * size, length)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """Part of a matrix that one rank holds.
 
@@ -107,7 +107,7 @@ class Piece:
     inner: Box
     fine: Box
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(stop - start for start, stop in self.local)

@@ -199,12 +199,29 @@ def test_has_the_bits_of_torch_muon_where_the_norm_is_a_power_of_two(
 def test_transpose_commutes(num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
     X = torch.randn(num_rows, num_columns, dtype=torch.float64)
     result = orthogonalize(X, dtype=dtype)
-    transposed = orthogonalize(X.T, dtype=dtype)
-    if num_rows == num_columns:
-        assert relative_error(transposed.T, result) < RTOL[dtype]
-    else:
-        assert torch.equal(transposed.T, result)
-    assert relative_error(orthogonalize(X.T.contiguous(), dtype=dtype).T, result) < RTOL[dtype]
+    for transposed in (X.T, X.T.contiguous()):
+        assert relative_error(orthogonalize(transposed, dtype=dtype).T, result) < RTOL[dtype]
+
+
+# Large enough for a bfloat16 matrix to be iterated as its transpose, with one turn more or less.
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("shape", [(600, 520), (520, 600), (130, 260), (260, 130)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_replacing_a_matrix_gives_the_bits_of_a_new_one(
+    shape: tuple[int, int], steps: int, dtype: torch.dtype
+) -> None:
+    schedule = resolve_coefficients(PRESETS["jordan"][0], steps)
+    X = torch.randn(shape).to(dtype)
+    for work_dtype in (torch.bfloat16, torch.float32):
+        expected = orthogonalize_with_schedule(X, schedule, dtype=work_dtype)
+        replaced = X.clone()
+        assert (
+            orthogonalize_with_schedule(replaced, schedule, dtype=work_dtype, out=replaced)
+            is replaced
+        )
+        assert torch.equal(replaced, expected)
+        exact_result = exact(X.double(), schedule)
+        assert relative_error(replaced, exact_result) < max(RTOL[work_dtype], RTOL[dtype])
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), (8, 16, 16), (5, 64, 32), (3, 300, 100), (6, 1, 9)])
@@ -459,7 +476,8 @@ class PeakMemory(TorchDispatchMode):
     ) -> Any:
         outputs = func(*args, **(kwargs or {}))
         # Views and in-place results live in the storage of an argument.
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if torch.is_tensor(x)}
+        given = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        known = {x.untyped_storage().data_ptr() for x in given}
         for output in tree_leaves(outputs):
             storage = output.untyped_storage()
             if storage.data_ptr() not in known and storage not in self._seen:
@@ -474,22 +492,20 @@ class PeakMemory(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 512), (512, 64), (4, 32, 128)])
-def test_no_more_than_two_copies_and_the_gram_matrices_are_alive(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("method", "num_squares"), [("standard", 2), ("gram", 4)])
+def test_one_more_matrix_and_the_gram_matrices_are_alive(
+    shape: tuple[int, ...], method: str, num_squares: int
+) -> None:
     X = torch.randn(shape)
     alpha = max(shape[-2:]) / min(shape[-2:])
+    copies = 1 + num_squares / alpha
     with PeakMemory() as memory:
-        orthogonalize(X, dtype=torch.float32)
-    copies = max(2 + 1 / alpha, 1 + 2 / alpha)
+        orthogonalize(X, method=method, dtype=torch.float32)
+    assert memory.peak <= (1 + copies) * X.nbytes + 4096  # the result
+    schedule = resolve_coefficients("jordan", 5)
+    with PeakMemory() as memory:
+        orthogonalize_with_schedule(X, schedule, method=method, dtype=torch.float32, out=X)
     assert memory.peak <= copies * X.nbytes + 4096
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (64, 512), (512, 64), (4, 32, 128)])
-def test_gram_form_has_one_copy_and_four_gram_matrices_alive(shape: tuple[int, ...]) -> None:
-    X = torch.randn(shape)
-    alpha = max(shape[-2:]) / min(shape[-2:])
-    with PeakMemory() as memory:
-        orthogonalize(X, method="gram", dtype=torch.float32)
-    assert memory.peak <= max(1 + 4 / alpha, 2 + 1 / alpha) * X.nbytes + 4096
 
 
 def test_matrices_that_run_one_by_one_need_no_more_than_their_norms() -> None:
