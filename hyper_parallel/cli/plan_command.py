@@ -29,7 +29,12 @@ from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
 from hyper_parallel.core.optimizer.report import quantity
 from hyper_parallel.core.optimizer.simulation import simulate
 from hyper_parallel.models.errors import InputError, unknown
-from hyper_parallel.models.planning import PlannedModel, PlanSettings, plan_model
+from hyper_parallel.models.planning import (
+    PlannedModel,
+    PlanSettings,
+    data_parallel_axis,
+    plan_model,
+)
 from hyper_parallel.reports.json_file import to_json
 from hyper_parallel.reports.report import Report, build_report
 from hyper_parallel.reports.terminal import print_report
@@ -138,7 +143,7 @@ def _report(
             title=planned.model.name,
             axis_names=mesh.names,
             mesh=mesh.layout,
-            replica_route=settings.replica_route,
+            axis=data_parallel_axis(planned, settings),
         )
     return Report(
         title=planned.model.name,

@@ -68,6 +68,21 @@ class Parallelism:
         """Size of an axis, one if it is not used."""
         return self._sizes.get(axis, 1)
 
+    def resized(self, axis: str, size: int) -> "Parallelism":
+        """The same with another size of one axis.
+
+        Args:
+            axis: Its name.
+            size: Its new size.
+
+        Returns:
+            The sizes.
+
+        Raises:
+            InputError: If ``ep`` does not divide the ranks that it would take them from.
+        """
+        return Parallelism(given=tuple((self._sizes | {axis: size}).items()))
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

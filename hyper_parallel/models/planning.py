@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.core.optimizer.bucket import Orthogonalization, owner_loads
 from hyper_parallel.core.optimizer.coefficients import Coefficients, resolve_coefficients
+from hyper_parallel.core.optimizer.layout import MeshLayout
 from hyper_parallel.core.optimizer.matrix_view import matrices_of
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import build_plan
+from hyper_parallel.core.optimizer.scaling import ResizableAxis
 from hyper_parallel.core.optimizer.sharing import ReplicaPolicy, decide_sharing, shared_param
 from hyper_parallel.models.errors import InputError
 from hyper_parallel.models.mesh_axes import Parallelism
@@ -162,6 +164,31 @@ def plan_model(
     if same_for_all:
         return replace(planned, plan=replace(planned.plan, rank=busiest))
     return _planned(model, parallelism, settings, rank=busiest, stage=stage)
+
+
+def data_parallel_axis(planned: PlannedModel, settings: PlanSettings) -> ResizableAxis:
+    """The axis to which a training run adds ranks: its recipe places the model again.
+
+    Args:
+        planned: The plan of a model.
+        settings: What it was planned with.
+
+    Returns:
+        ``dp_shard``; ``dp_replicate`` where replicas are all that there is.
+    """
+    parallelism = planned.parallelism
+    is_replicated = parallelism.size("dp_replicate") > 1 == parallelism.size("dp_shard")
+    name = "dp_replicate" if is_replicated else "dp_shard"
+
+    def plan_at(size: int) -> tuple[Plan, MeshLayout] | None:
+        try:
+            resized = parallelism.resized(name, size)
+            again = plan_model(planned.model, resized, settings, stage=planned.stage)
+        except InputError:
+            return None
+        return again.plan, resized.dense_mesh(planned.stage).layout
+
+    return ResizableAxis(name=name, size=parallelism.size(name), plan_at=plan_at)
 
 
 def busiest_rank(plan: Plan) -> int:

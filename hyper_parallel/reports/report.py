@@ -10,7 +10,12 @@ from hyper_parallel.core.optimizer.hardware import Hardware
 from hyper_parallel.core.optimizer.layout import MeshLayout
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.report import quantity
-from hyper_parallel.core.optimizer.scaling import ScalingPoint, scaling_curve
+from hyper_parallel.core.optimizer.scaling import (
+    ResizableAxis,
+    ScalingPoint,
+    longest_axis,
+    scaling_curve,
+)
 from hyper_parallel.core.optimizer.simulation import Simulation, simulate
 from hyper_parallel.core.optimizer.strategies import STRATEGIES
 
@@ -59,6 +64,12 @@ class Report:
         """The mesh in short: ``dp = 4 x tp = 2``."""
         axes = zip(self.simulation.axis_names, self.simulation.mesh_shape, strict=True)
         return " x ".join(f"{name} = {size}" for name, size in axes) or "one rank"
+
+    @property
+    def scaling_text(self) -> str:
+        """What grows along the scaling curve, in short: ``dp_shard from 16 to 1,024``."""
+        first, last = self.scaling[0], self.scaling[-1]
+        return f"{first.axis} from {first.axis_size:,} to {last.axis_size:,}"
 
     def headlines(self) -> tuple[Headline, ...]:
         """Step time, balance, traffic and memory."""
@@ -153,8 +164,8 @@ def build_report(
     axis_names: Sequence[str] | None = None,
     mesh: MeshLayout | None = None,
     storage_dtype: str = "float32",
+    axis: ResizableAxis | None = None,
     with_scaling: bool = True,
-    replica_route: str = "auto",
 ) -> Report:
     """Simulate a plan and compare what else one could do.
 
@@ -165,8 +176,9 @@ def build_report(
         axis_names: Names of the mesh axes.
         mesh: The mesh of all ranks. None takes the largest of the parameters' meshes.
         storage_dtype: Dtype of gradients and momentum.
+        axis: What the scaling curve makes longer and shorter. None takes that of
+            :func:`~hyper_parallel.core.optimizer.scaling.longest_axis`.
         with_scaling: Whether to plan again for fewer and more ranks.
-        replica_route: As the plan was built with; used for the scaling curve.
 
     Returns:
         The report.
@@ -174,14 +186,19 @@ def build_report(
     What cannot be simulated raises as :func:`~hyper_parallel.core.optimizer.simulation.simulate`
     says.
     """
+    simulation = simulate(
+        plan, hardware, axis_names=axis_names, mesh=mesh, storage_dtype=storage_dtype
+    )
+    axis = axis or longest_axis(plan, axis_names=axis_names, mesh=mesh)
+    scaling: tuple[ScalingPoint, ...] = ()
+    if with_scaling and axis is not None:
+        scaling = scaling_curve(simulation, hardware, axis, storage_dtype=storage_dtype)
     return Report(
         title=title,
         hardware=hardware,
-        simulation=simulate(
-            plan, hardware, axis_names=axis_names, mesh=mesh, storage_dtype=storage_dtype
-        ),
+        simulation=simulation,
         choices=explain(plan, hardware, mesh=mesh),
-        scaling=scaling_curve(plan, hardware, replica_route=replica_route) if with_scaling else (),
+        scaling=scaling,
     )
 
 

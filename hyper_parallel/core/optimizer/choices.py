@@ -91,12 +91,13 @@ def explain(
     loads: dict[tuple[int, ...], Counter[int]] = {}
     largest: dict[tuple[int, ...], int] = {}
     for index, param in enumerate(plan.params):
-        members = param.layout.mesh.members
-        load = loads.setdefault(members, Counter())
+        members = param.layout.mesh.members  # thousands of ranks: hashed once a parameter
+        load, most = loads.setdefault(members, Counter()), largest.get(members, 0)
         for (owner, rows, cols), count in owners.get(index, Counter()).items():
             cost = shape_flops(param.work, (rows, cols))
             load[owner] += cost * count
-            largest[members] = max(largest.get(members, 0), cost)
+            most = max(most, cost)
+        largest[members] = most
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, param in enumerate(plan.params):
         layout = param.layout

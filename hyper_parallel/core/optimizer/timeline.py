@@ -17,12 +17,7 @@ from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.rank_routes import RankRoutes
 from hyper_parallel.core.optimizer.routes import Cargo, Exchange
 from hyper_parallel.core.optimizer.step_order import run_in_order
-from hyper_parallel.core.optimizer.traffic import (
-    compute_seconds,
-    exchange_seconds,
-    link_use,
-    work_by_owner,
-)
+from hyper_parallel.core.optimizer.traffic import exchange_seconds, link_use, seconds_by_owner
 
 LANES: Final = ("prepare", "exchange in", "orthogonalize", "exchange back", "apply")
 
@@ -110,10 +105,7 @@ def bucket_costs(
     bucket, stored_size, wire = routes.bucket, ITEMSIZE[storage_dtype], routes.bucket.itemsize
     gather, scatter = routes.gather, routes.scatter
     received = gather.numel_received()
-    loads = {
-        owner: compute_seconds(counts, hardware)
-        for owner, counts in work_by_owner(params, bucket).items()
-    }
+    loads = seconds_by_owner(params, bucket, hardware)
     waiting = _contention(bucket.ranks, rank, hardware)
     on_node = sum(s for owner, s in loads.items() if hardware.link(owner, rank) == "within_node")
     slowest = max(loads.values(), default=0.0)

@@ -27,9 +27,6 @@ from hyper_parallel.core.optimizer.layout import ParamLayout, Ranks
 from hyper_parallel.core.optimizer.regions import pieces_of, spans_after_cuts
 from hyper_parallel.core.optimizer.routes import Exchange
 
-WorkCounts = Mapping[tuple[Orthogonalization, int, int], int]
-"""How many matrices a rank owns, by work, rows and columns."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainTotals:
@@ -167,45 +164,42 @@ def _header_bytes(params: Sequence[PlannedParam], bucket: Bucket) -> int:
     return HEADER_BYTES * peers
 
 
-def work_by_owner(params: Sequence[PlannedParam], bucket: Bucket) -> dict[int, WorkCounts]:
-    """What each rank orthogonalizes of a bucket.
+def seconds_by_owner(
+    params: Sequence[PlannedParam], bucket: Bucket, hardware: Hardware
+) -> dict[int, float]:
+    """How long each rank orthogonalizes its matrices of a bucket.
 
     Args:
         params: The plan's parameters.
         bucket: One of its buckets.
-
-    Returns:
-        Numbers of matrices, by owner.
-    """
-    found: dict[int, Counter[tuple[Orthogonalization, int, int]]] = {}
-    for planned in bucket.matrices:
-        matrix = planned.matrix
-        key = (params[planned.param].work, matrix.num_rows, matrix.num_cols)
-        found.setdefault(planned.owner, Counter())[key] += 1
-    return dict(found)
-
-
-def compute_seconds(counts: WorkCounts, hardware: Hardware) -> float:
-    """Seconds of orthogonalizing some matrices on one rank.
-
-    Args:
-        counts: The matrices.
         hardware: Rates.
 
     Returns:
-        Seconds.
+        Seconds, by owner.
     """
-    return sum(
-        orthogonalize_seconds(
-            work.form(num_rows, num_cols),
-            (num_rows, num_cols),
-            hardware,
-            num_steps=len(work.coefficients),
-            dtype=work.dtype,
-            count=count,
-        )
-        for (work, num_rows, num_cols), count in counts.items()
-    )
+    owned: dict[int, Counter[tuple[Orthogonalization, int, int]]] = {}
+    for planned in bucket.matrices:
+        matrix = planned.matrix
+        key = (params[planned.param].work, matrix.num_rows, matrix.num_cols)
+        owned.setdefault(planned.owner, Counter())[key] += 1
+    like: dict[tuple[object, ...], float] = {}  # owners of as many matrices of the same shapes
+    seconds = {}
+    for owner, counts in owned.items():
+        kinds = tuple(counts.items())
+        if kinds not in like:
+            like[kinds] = sum(
+                orthogonalize_seconds(
+                    work.form(num_rows, num_cols),
+                    (num_rows, num_cols),
+                    hardware,
+                    num_steps=len(work.coefficients),
+                    dtype=work.dtype,
+                    count=count,
+                )
+                for (work, num_rows, num_cols), count in kinds
+            )
+        seconds[owner] = like[kinds]
+    return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
