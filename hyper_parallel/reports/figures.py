@@ -162,7 +162,6 @@ def scaling_figure(report: Report) -> go.Figure:
     points = report.scaling
     factor, unit = time_scale(max((p.step_s for p in points), default=0.0))
     ranks = [point.num_ranks for point in points]
-    here = len(report.simulation.ranks)
     figure = go.Figure()
     if points:
         first = points[0].step_s * factor * ranks[0]
@@ -177,12 +176,13 @@ def scaling_figure(report: Report) -> go.Figure:
     figure.add_scatter(
         x=ranks,
         y=[point.step_s * factor for point in points],
-        customdata=[point.num_idle for point in points],
+        customdata=[(point.axis, point.axis_size, point.num_idle) for point in points],
         mode="lines+markers",
         line={"color": BLUE, "width": 2},
-        marker={"size": [13 if n == here else 8 for n in ranks]},
+        marker={"size": [13 if report.is_planned(point) else 8 for point in points]},
         name="predicted step",
-        hovertemplate=f"%{{x}} ranks<br>%{{y:.3g}} {unit}<br>%{{customdata}} idle<extra></extra>",
+        hovertemplate="%{customdata[0]} = %{customdata[1]:,}: %{x:,} ranks, %{customdata[2]:,} idle"
+        f"<br>%{{y:.3g}} {unit}<extra></extra>",
     )
     figure.update_xaxes(
         title_text="ranks (large dot: this plan)",

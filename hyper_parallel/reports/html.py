@@ -19,7 +19,14 @@ from hyper_parallel.reports.figures import (
     timeline_figure,
     traffic_figure,
 )
-from hyper_parallel.reports.report import Report, counted, duration, elements
+from hyper_parallel.reports.report import (
+    SCALING_COLUMNS,
+    Report,
+    counted,
+    duration,
+    elements,
+    scaling_cells,
+)
 
 _CONFIG = {"displaylogo": False, "displayModeBar": False, "responsive": True}
 
@@ -65,6 +72,7 @@ def to_html(report: Report) -> str:
             for headline in report.headlines()
         ),
         plots="\n".join(_plots(report)),
+        scaling=_scaling(report) if report.scaling else "",
         choices="\n".join(_choice(choice) for choice in report.choices),
         strategies="\n".join(
             f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in STRATEGIES.items()
@@ -96,7 +104,7 @@ def _plots(report: Report) -> list[str]:
         ),
     ]
     if report.scaling:
-        text = "The same model on shorter and longer meshes, everything else equal."
+        text = f"The same model with {report.scaling_text}, everything else equal."
         shown.append(("scaling", "More ranks", text, scaling_figure(report)))
     return [_plot(*plot) for plot in shown]
 
@@ -108,35 +116,51 @@ def _plot(name: str, title: str, text: str, figure: go.Figure) -> str:
     return f'<section class="plot"><h2>{escape(title)}</h2><p>{escape(text)}</p>{body}</section>'
 
 
+def _scaling(report: Report) -> str:
+    rows = [(scaling_cells(point), report.is_planned(point)) for point in report.scaling]
+    return (
+        f'<section class="scaling"><h2>More ranks: {escape(report.scaling_text)}</h2>'
+        f"{_table(SCALING_COLUMNS, rows, mark='this plan')}</section>"
+    )
+
+
 def _choice(choice: GroupChoice) -> str:
     mesh = " x ".join(map(str, choice.mesh_shape)) or "1"
-    rows = "\n".join(
-        _row(
-            [
+    rows = [
+        (
+            (
                 strategy.name,
                 duration(strategy.seconds),
                 quantity(strategy.flops, "FLOP"),
                 quantity(strategy.received_bytes, "B"),
                 quantity(strategy.memory_bytes, "B"),
-            ],
-            chosen=i == 0,
+            ),
+            i == 0,
         )
         for i, strategy in enumerate(choice.strategies)
-    )
+    ]
+    titles = ("strategy", "time", "operations", "received", "memory")
     shapes = ", ".join(f"{n:,} of {rows} x {cols}" for rows, cols, n in choice.shapes)
     words = " ".join(text for text in (choice.reason, choice.bound, choice.advice) if text)
     return (
         f'<section class="choice"><h3><code>{escape(choice.placements)}</code> on {escape(mesh)}'
         f"</h3><p>{counted(choice.num_params, 'parameter')}, "
         f"{counted(choice.num_matrices, 'matrix', 'matrices')}: "
-        f"{escape(shapes)}. {escape(choice.work)}.</p><div class=scroll><table><thead><tr>"
-        "<th>strategy</th><th>time</th><th>operations</th><th>received</th><th>memory</th></tr>"
-        f"</thead><tbody>{rows}</tbody></table></div><p>{escape(words)}</p></section>"
+        f"{escape(shapes)}. {escape(choice.work)}.</p>{_table(titles, rows, mark='chosen')}"
+        f"<p>{escape(words)}</p></section>"
     )
 
 
-def _row(cells: Sequence[str], *, chosen: bool) -> str:
+def _table(titles: Sequence[str], rows: Sequence[tuple[Sequence[str], bool]], *, mark: str) -> str:
+    """Rows of cells; those with True carry a mark."""
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "\n".join(_row(cells, mark=mark if is_marked else "") for cells, is_marked in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class=scroll>{table}</div>"
+
+
+def _row(cells: Sequence[str], *, mark: str) -> str:
     first, *rest = map(escape, cells)
-    mark = '<span class="mark">chosen</span>' if chosen else ""
+    badge = f'<span class="mark">{escape(mark)}</span>' if mark else ""
     body = "".join(f"<td>{cell}</td>" for cell in rest)
-    return f"<tr{' class=chosen' * chosen}><th>{first}{mark}</th>{body}</tr>"
+    return f"<tr{' class=chosen' if mark else ''}><th>{first}{badge}</th>{body}</tr>"

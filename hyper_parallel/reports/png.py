@@ -127,19 +127,18 @@ def _draw_traffic(axes: Axes, report: Report) -> None:
 
 def _draw_scaling(axes: Axes, report: Report) -> None:
     points = report.scaling
-    _style(axes, "More ranks", grid="y")
     if not points:
         axes.set_axis_off()
         return
+    _style(axes, f"More ranks: {report.scaling_text}", grid="y")
     factor, unit = time_scale(max(point.step_s for point in points))
     ranks = [point.num_ranks for point in points]
     times = [point.step_s * factor for point in points]
     ideal = [times[0] * ranks[0] / n for n in ranks]
     axes.loglog(ranks, ideal, ":", color=GREY, linewidth=2, label="halved by twice the ranks")
     axes.loglog(ranks, times, "o-", color=BLUE, linewidth=2, label="predicted step")
-    here = len(report.simulation.ranks)
-    if here in ranks:
-        axes.plot(here, times[ranks.index(here)], "o", color=BLUE, markersize=12)
+    for point in filter(report.is_planned, points):
+        axes.plot(point.num_ranks, point.step_s * factor, "o", color=BLUE, markersize=12)
     ticks = log_ticks(min(ideal + times), max(times))
     for axis, values in ((axes.xaxis, [float(n) for n in ranks]), (axes.yaxis, ticks)):
         axis.set_major_locator(FixedLocator(values))

@@ -22,6 +22,11 @@ from hyper_parallel.core.optimizer.strategies import STRATEGIES
 SCHEMA_VERSION: Final = 1
 REPEAT: Final = "gather and repeat"
 
+SCALING_COLUMNS: Final = (
+    *("ranks", "mesh", "step", "FLOP, busiest", "received", "memory", "idle ranks"),
+)
+"""What a table says of each point of a scaling curve; see :func:`scaling_cells`."""
+
 # Bytes to each peer, on average, below which latency takes longer than the bytes on current links.
 _SHORT_MESSAGE: Final = 65536
 
@@ -70,6 +75,10 @@ class Report:
         """What grows along the scaling curve, in short: ``dp_shard from 16 to 1,024``."""
         first, last = self.scaling[0], self.scaling[-1]
         return f"{first.axis} from {first.axis_size:,} to {last.axis_size:,}"
+
+    def is_planned(self, point: ScalingPoint) -> bool:
+        """Whether a point of the scaling curve is the plan itself."""
+        return point.num_ranks == len(self.simulation.ranks)
 
     def headlines(self) -> tuple[Headline, ...]:
         """Step time, balance, traffic and memory."""
@@ -199,6 +208,26 @@ def build_report(
         simulation=simulation,
         choices=explain(plan, hardware, mesh=mesh),
         scaling=scaling,
+    )
+
+
+def scaling_cells(point: ScalingPoint) -> tuple[str, ...]:
+    """A point of a scaling curve as a row of a table.
+
+    Args:
+        point: The point.
+
+    Returns:
+        One text for each of :data:`SCALING_COLUMNS`.
+    """
+    return (
+        f"{point.num_ranks:,}",
+        " x ".join(map(str, point.mesh_shape)),
+        duration(point.step_s),
+        quantity(point.max_flops, "FLOP"),
+        quantity(point.received_bytes, "B"),
+        quantity(point.peak_extra_bytes, "B"),
+        f"{point.num_idle:,}",
     )
 
 

@@ -12,7 +12,14 @@ from rich.text import Text
 from hyper_parallel.core.optimizer.choices import GroupChoice
 from hyper_parallel.core.optimizer.report import quantity
 from hyper_parallel.core.optimizer.timeline import LANES
-from hyper_parallel.reports.report import Report, counted, duration, elements
+from hyper_parallel.reports.report import (
+    SCALING_COLUMNS,
+    Report,
+    counted,
+    duration,
+    elements,
+    scaling_cells,
+)
 
 WIDTH: Final = 100
 _LARGEST_SHAPE_LIST: Final = 4
@@ -56,7 +63,7 @@ def render(report: Report) -> RenderableType:
     for choice in report.choices:
         parts += ["", *_group(choice)]
     if report.scaling:
-        parts += ["", _scaling(report)]
+        parts += ["", *_scaling(report)]
     return Group(*parts)
 
 
@@ -120,18 +127,10 @@ def _shapes(choice: GroupChoice) -> str:
     return ", ".join(shown + ["..."] * (len(choice.shapes) > _LARGEST_SHAPE_LIST))
 
 
-def _scaling(report: Report) -> Table:
-    table = _table("ranks", "mesh", "step", "FLOP, busiest", "received", "memory", "idle ranks")
-    here = len(report.simulation.ranks)
+def _scaling(report: Report) -> list[RenderableType]:
+    head = Text.assemble((f"More ranks: {report.scaling_text}", "bold"), ", everything else equal")
+    table = _table(*SCALING_COLUMNS, first_is_text=0)
     for point in report.scaling:
-        table.add_row(
-            f"{point.num_ranks:,}",
-            " x ".join(map(str, point.mesh_shape)),
-            duration(point.step_s),
-            quantity(point.max_flops, "FLOP"),
-            quantity(point.received_bytes, "B"),
-            quantity(point.peak_extra_bytes, "B"),
-            f"{point.num_idle:,}",
-            style="" if point.num_ranks == here else "dim",
-        )
-    return table
+        style = "" if report.is_planned(point) else "dim"
+        table.add_row(*scaling_cells(point), style=style)
+    return [head, Padding(table, (0, 0, 0, 2))]
