@@ -121,8 +121,10 @@ def longest_axis(
         replica_route: As the plan was built with.
 
     Returns:
-        The axis; None if there is but one rank, or a parameter lies on another mesh.
+        The axis; None if there is no parameter, but one rank, or a parameter on another mesh.
     """
+    if not plan.params:
+        return None
     around = mesh or reference_mesh(plan.params)
     if len(around.ranks) == 1 or any(param.layout.mesh != around for param in plan.params):
         return None

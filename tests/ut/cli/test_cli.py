@@ -112,6 +112,19 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(
     assert "predicted Muon step" in capsys.readouterr().out
 
 
+def test_experts_on_a_mesh_of_their_own_have_a_scaling_curve(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["plan", "qwen3-30b-a3b", "--mesh", "pp=8,dp_shard=16,ep=8", "--stage", "1"]
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    sizes = {point["axis_size"]: point["step_s"] for point in told["scaling"]}
+    assert list(sizes) == [8, 16, 32, 64]
+    assert sizes[16] == told["simulation"]["step_s"]
+    assert main([*command, "--compare"]) == 0
+    assert "More ranks: dp_shard from 8 to 64" in capsys.readouterr().out
+
+
 def test_page_and_picture_are_written(tmp_path: Path) -> None:
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
     assert main([*PLAN, "--html", str(page), "--png", str(picture)]) == 0

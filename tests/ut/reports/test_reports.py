@@ -101,6 +101,7 @@ def test_a_terminal_report_says_what_matters(report: Report) -> None:
     for choice in report.choices:
         assert f"> {choice.chosen}" in text
         assert choice.reason in text
+    assert "More ranks: dp_shard from 1 to 32, everything else equal" in text
     assert "64 2 x 8 x 4" in text
 
 
@@ -112,6 +113,13 @@ def test_a_page_is_made_of_anything(kind: str) -> None:
         assert escape(headline.note) in page
     assert ("plot-scaling" in page) == bool(report.scaling)
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=.http", page)
+
+
+def test_a_page_says_what_grows_and_marks_the_plan(report: Report) -> None:
+    page = to_html(report)
+    assert "More ranks: dp_shard from 1 to 32" in page
+    (row,) = re.findall(r"<tr class=chosen><th>64<span class=.mark.>this plan</span>.*</tr>", page)
+    assert "<td>2 x 8 x 4</td>" in row
 
 
 def test_a_picture_is_a_slide(report: Report, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from hyper_parallel.core.optimizer.choices import GroupChoice, explain
 from hyper_parallel.core.optimizer.hardware_presets import PRESETS
 from hyper_parallel.core.optimizer.layout import AxisPlacement
 from hyper_parallel.core.optimizer.planner import build_plan
-from hyper_parallel.core.optimizer.scaling import scaling_curve
 from hyper_parallel.core.optimizer.simulation import simulate
 from hyper_parallel.core.optimizer.strategies import STRATEGIES
 from tests.planned import LARGE, S0, S1, R, experts, mesh_of, plan_of, planned, transformer
@@ -123,18 +122,3 @@ def test_every_group_has_one_choice_and_plain_sentences() -> None:
 
 def test_an_empty_plan_has_no_choices() -> None:
     assert explain(plan_of([]), H100) == ()
-
-
-def test_a_scaling_curve_goes_through_the_plan_itself() -> None:
-    plan = plan_of(transformer(mesh_of(2, 8), (R, S0), num_layers=8, width=1024))
-    points = scaling_curve(plan, H100)
-    assert [p.num_ranks for p in points] == [2, 4, 8, 16, 32, 64]
-    (here,) = [p for p in points if p.num_ranks == 16]
-    assert here.step_s == simulate(plan, H100).step_s
-    flops = [p.max_flops for p in points]
-    assert flops == sorted(flops, reverse=True)
-    assert points[-1].num_idle == 32
-
-
-def test_one_rank_has_no_scaling_curve() -> None:
-    assert scaling_curve(plan_of([planned((8, 8), mesh_of(1), (R,))]), H100) == ()
