@@ -40,7 +40,7 @@ from hyper_parallel.core.optimizer.layout import Ranks
 from hyper_parallel.core.optimizer.packet import PacketFormat, Parcel, Part
 from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.program import Program, build_program
-from hyper_parallel.core.optimizer.step_order import run_in_order
+from hyper_parallel.core.optimizer.step_order import portions, run_in_order
 
 
 class StepKernel(Protocol):
@@ -220,7 +220,9 @@ class Executor:
             for part, target in zip(sources, targets, strict=True)
             if kernel.is_active(part.param)
         ]
-        _copy([target for _, target in active], kernel.prepare([part for part, _ in active]))
+        for run in portions([target.numel() for _, target in active]):
+            parts, places = zip(*active[run], strict=True)
+            _copy(list(places), kernel.prepare(parts))
 
     @contextmanager
     def _guard(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
 from hyper_parallel.core.optimizer.forms import Form
 from hyper_parallel.core.optimizer.rank_routes import RankRoutes, rank_routes
 from hyper_parallel.core.optimizer.routes import Exchange
-from hyper_parallel.core.optimizer.step_order import run_in_order
+from hyper_parallel.core.optimizer.step_order import portions, run_in_order
 
 
 def orthogonalize_bytes(
@@ -89,6 +89,7 @@ class _Sizes:
 
 def _sizes(params: Sequence[PlannedParam], routes: RankRoutes, rank: int, storage: int) -> _Sizes:
     bucket, relay = routes.bucket, routes.relay
+    packed = routes.packed_numels()
     gather, scatter = routes.gather, routes.scatter
     batches: dict[tuple[Orthogonalization, tuple[int, ...], int, int], int] = {}
     for planned in bucket.matrices:
@@ -111,7 +112,7 @@ def _sizes(params: Sequence[PlannedParam], routes: RankRoutes, rank: int, storag
             )
             for (work, _, rows, cols), count in batches.items()
         ),
-        directions=routes.packed_numel * storage,
+        directions=max((sum(packed[run]) for run in portions(packed)), default=0) * storage,
         gather_out=gather.numel_sent() * size + gather.header_bytes(),
         gather_in=gather.numel_received() * size + gather.header_bytes(),
         scatter_out=scatter.numel_sent() * size + scatter.header_bytes(),

@@ -41,10 +41,11 @@ class RankRoutes:
         found += [self.scatter] if self.bucket.scatters else []
         return [*found, *([self.relay] if self.relay is not None else [])]
 
-    @property
-    def packed_numel(self) -> int:
-        """Elements of its own that the rank prepares for orthogonalization."""
-        return self.gather.numel_sent() + numel_of(self.gather.keeps)
+    def packed_numels(self) -> list[int]:
+        """Elements of each of its own pieces that the rank prepares, in packing order."""
+        gather = self.gather
+        sent = (cargo for peer in gather.ranks for cargo in gather.sends.get(peer, ()))
+        return [cargo.piece.numel for cargo in (*gather.keeps, *sent)]
 
     @property
     def held_numel(self) -> int:

@@ -5,12 +5,15 @@ Domains (sets of ranks that exchange packets) are all opened before anything is 
 runs as a pipeline; what exchanges nothing comes last.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Final, Protocol, TypeVar
 
 Program = TypeVar("Program", contravariant=True)
 Flight = TypeVar("Flight")
 _Item = TypeVar("_Item")
+
+_PORTIONS: Final = 8
+_SMALLEST_PORTION: Final = 2**18  # elements: fewer at once fit into no faster cache
 
 
 class Stages(Protocol[Program, Flight]):
@@ -65,3 +68,29 @@ def _pipeline(stages: Stages[_Item, Flight], current: Flight, rest: Sequence[_It
         stages.finish(returning)
         returning = None
     stages.finish(current)
+
+
+def portions(numels: Sequence[int]) -> Iterator[slice]:
+    """Cut what is packed into portions, so that little of it lies beside the packet at once.
+
+    Directions are made in the dtype of gradients and momentum, often twice as wide as a packet's.
+
+    Args:
+        numels: Elements of each piece, in packing order.
+
+    Yields:
+        Runs of pieces, none much more than an eighth of all, unless that is a single piece.
+
+    Example:
+        >>> [(run.start, run.stop) for run in portions([2**18, 2**17, 2**17, 2**19])]
+        [(0, 1), (1, 3), (3, 4)]
+    """
+    limit = max(_SMALLEST_PORTION, sum(numels) // _PORTIONS)
+    start = total = 0
+    for i, numel in enumerate(numels):
+        if i > start and total + numel > limit:
+            yield slice(start, i)
+            start, total = i, 0
+        total += numel
+    if start < len(numels):
+        yield slice(start, len(numels))

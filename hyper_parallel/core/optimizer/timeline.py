@@ -124,7 +124,7 @@ def bucket_costs(
     return BucketCosts(
         number=routes.number,
         prepare_s=passes(
-            routes.packed_numel * (_PREPARE_STORED * stored_size + wire),
+            sum(routes.packed_numels()) * (_PREPARE_STORED * stored_size + wire),
             _num_pieces(gather.sends) + len(gather.keeps),
             "prepare",
             _SEND_OPERATIONS * bucket.gathers,
