@@ -2,8 +2,8 @@
 """Predicted against measured steps on this machine: ``python -m benchmarks.predict``.
 
 Each scenario of ``benchmarks.steps`` runs on real ranks, and the very plan that runs is simulated.
-The machine is calibrated right before each of them, unless a hardware file is given: on a machine
-that others share, a core is at times half as fast as a minute before.
+The scenarios take turns, a step each, half of the rounds before the machine is calibrated and half
+after: on a machine that others share, a core is at times half as fast as a minute before.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tests.dist import run_ranks
 
 RANKS = 4
 CLOSE = 0.25
-_BUDGET_S = 28
+_BUDGET_S = 60
 
 
 @dataclass(frozen=True)
@@ -60,60 +60,76 @@ def main(argv: Sequence[str] | None = None) -> list[Line]:
     parser = argparse.ArgumentParser(prog="predict.py", description=__doc__)
     parser.add_argument("--hardware", type=Path, help="hardware file; calibrate if not given")
     parser.add_argument("--size", type=int, action="append", help="width d; may be repeated")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each")
     parser.add_argument("--output", type=Path, help="folder for predicted.md and hardware.json")
     arguments = parser.parse_args(argv)
     given = load_hardware(arguments.hardware) if arguments.hardware else None
+    jobs = [Job(s, RANKS, size) for size in arguments.size or [256] for s in SCENARIOS]
+    before = _measured(jobs, arguments.rounds - arguments.rounds // 2)
+    hardware = given or _calibrated()
+    after = _measured(jobs, arguments.rounds // 2)
     lines = [
-        _line(Job(scenario, RANKS, size), given or _calibrated(), arguments.rounds)
-        for size in arguments.size or [256]
-        for scenario in SCENARIOS
+        _line(job, hardware, first[0], [*first[1], *second[1]])
+        for job, first, second in zip(jobs, before, after, strict=True)
     ]
     text = markdown(lines)
     print(text)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "predicted.md").write_text(text)
-        save_hardware(lines[-1].hardware, arguments.output / "hardware.json")
+        save_hardware(hardware, arguments.output / "hardware.json")
     return lines
 
 
 def _calibrated() -> Hardware:
+    _say("calibrates")
     return calibrate(RANKS, budget_s=_BUDGET_S, progress=lambda _what, _done: None)
 
 
-def _line(job: Job, hardware: Hardware, rounds: int) -> Line:
-    _say(f"{SCENARIOS[job.scenario]}, d = {job.size}")
-    seen = run_ranks(job.ranks, step_times, job, rounds, timeout_s=300)
-    slowest = [max(times) for times in zip(*(times for _, times in seen), strict=True)]
-    first, median, third = statistics.quantiles(slowest, n=4, method="inclusive")
-    plan: Plan = seen[0][0]
+def _measured(jobs: Sequence[Job], rounds: int) -> list[tuple[Plan, list[float]]]:
+    """The plan of each job, and the seconds of its steps, those of the slowest rank."""
+    _say(f"{rounds} rounds of {len(jobs)} scenarios")
+    seen = run_ranks(RANKS, step_times, jobs, rounds, timeout_s=600)
+    plans = [plan for plan, _ in seen[0]]
+    return [
+        (plan, [max(times) for times in zip(*(rank[i][1] for rank in seen), strict=True)])
+        for i, plan in enumerate(plans)
+    ]
+
+
+def _line(job: Job, hardware: Hardware, plan: Plan, seconds: list[float]) -> Line:
+    first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
     predicted = simulate(plan, hardware)
     return Line(job.scenario, job.size, hardware, predicted, median, (first, third))
 
 
-def step_times(job: Job, rounds: int) -> tuple[Plan, list[float]]:
-    """Step on this rank.
+def step_times(jobs: Sequence[Job], rounds: int) -> list[tuple[Plan, list[float]]]:
+    """Step on this rank, all jobs in turn.
 
     Args:
-        job: What to step on.
-        rounds: Timed steps.
+        jobs: What to step on.
+        rounds: Timed steps of each.
 
     Returns:
-        The plan that ran, and the seconds of each step.
+        For each job the plan that ran, and the seconds of each step.
     """
-    work = work_of(job)
-    mesh = make_mesh(work)
-    entry = Entry("ours", work, mesh, whole_tensors(work, GRAD_SEED))
-    times: list[float] = []
+    entries: list[Entry] = []
+    for job in jobs:
+        work = work_of(job)
+        entries.append(Entry("ours", work, make_mesh(work), whole_tensors(work, GRAD_SEED)))
+    times: list[list[float]] = [[] for _ in jobs]
     for number in range(WARM_UP + rounds):
-        entry.refresh()
-        dist.barrier()
-        took, _ = entry.step()
-        if number >= WARM_UP:
-            times.append(took)
-    assert isinstance(entry.stepper, Muon)
-    return entry.stepper.plan, times
+        for entry, took in zip(entries, times, strict=True):
+            entry.refresh()
+            dist.barrier()
+            seconds, _ = entry.step()
+            if number >= WARM_UP:
+                took.append(seconds)
+    found = []
+    for entry, took in zip(entries, times, strict=True):
+        assert isinstance(entry.stepper, Muon)
+        found.append((entry.stepper.plan, took))
+    return found
 
 
 def markdown(lines: Sequence[Line]) -> str:
@@ -135,12 +151,11 @@ def markdown(lines: Sequence[Line]) -> str:
             f"{line.measured_s * 1e3:.1f}",
             " to ".join(f"{1e3 * s:.1f}" for s in line.quartiles_s),
             f"{line.error:+.0%}",
-            f"{line.hardware.cores_per_node or 0:.2f}",
             *(f"{1e3 * line.simulation.busiest.seconds_by_lane[lane]:.1f}" for lane in LANES),
         )
         for line in lines
     ]
-    header = ("scenario", "d", "predicted ms", "measured ms", "quartiles", "error", "cores", *LANES)
+    header = ("scenario", "d", "predicted ms", "measured ms", "quartiles", "error", *LANES)
     first, rule, *rest = table(header, rows)
     rates = "; ".join(
         f"{dtype} "
@@ -155,10 +170,10 @@ def markdown(lines: Sequence[Line]) -> str:
             "",
             f"{close} of {len(lines)} are within {CLOSE:.0%}. Measured is the median over steps of "
             f"the slowest of {RANKS} gloo ranks with one thread each; the last columns are what "
-            "the prediction consists of, in ms. The machine was calibrated right before each "
-            "scenario; cores are those that the ranks had in effect then.",
+            "the prediction consists of, in ms. The scenarios took turns, half of the steps "
+            "before and half after the machine was calibrated.",
             "",
-            f"Hardware, for the last line: {hardware.source}. {rates}; memory "
+            f"Hardware: {hardware.source}. {rates}; memory "
             f"{hardware.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
             f"{hardware.operation_s * 1e6:.1f} us; all-to-all {link.latency_s * 1e6:.0f} us a peer "
             f"and {link.bytes_per_s / 1e9:.2f} GB/s.",

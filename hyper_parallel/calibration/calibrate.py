@@ -16,25 +16,27 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from hyper_parallel.calibration.compute_rates import (
-    measure_matrix_rate,
-    measure_memory_rate,
-    measure_operation,
+    MatrixProbes,
+    memory_probe,
+    operation_probe,
 )
 from hyper_parallel.calibration.crowd import Crowd
 from hyper_parallel.calibration.exchange_rates import (
     cores_in_effect,
+    crowd_probes,
+    exchange_probes,
     fit_link,
-    measure_crowd,
-    measure_exchanges,
 )
+from hyper_parallel.calibration.reference_step import reference_optimizer, scaled
+from hyper_parallel.calibration.timing import Probe, time_in_turn
 from hyper_parallel.core.optimizer.hardware import Hardware, Link, MatrixRate
+from hyper_parallel.core.optimizer.simulation import simulate
 
 Progress = Callable[[str, float], None]
 """Told what is measured now, and how much of all is done, from 0 to 1."""
 
 DTYPES: Final = ("bfloat16", "float32", "float64")
-_SHARES: Final = {"operation": 0.02, "memory": 0.08, "matrix": 0.9}
-_START_UP_S: Final = 15  # of ranks, and their exchanges
+_START_UP_S: Final = 15  # of ranks, and a round to find out how long one takes
 _TIMEOUT: Final = timedelta(seconds=120)
 
 
@@ -49,7 +51,8 @@ def calibrate(
 
     All ranks measure beside each other, as in a step. On a CPU each has one thread. Where
     there are more ranks than cores, rates are those of a rank times the ranks that share a core: so
-    the turns, and the caches that others leave behind, are in them.
+    the turns, and the caches that others leave behind, are in them. In the end all of them are
+    scaled so that the prediction of a reference step is what it takes.
 
     Args:
         num_ranks: Ranks of a node. None means one per GPU, or one per core.
@@ -77,15 +80,13 @@ def calibrate(
     seen = _on_ranks(_Task(num_ranks, device_type, budget_s - _START_UP_S, is_crowded))
     link = Link(latency_s=0.0, bytes_per_s=seen[0]["memory"])  # a rank alone exchanges nothing
     if num_ranks > 1:
-        times = [rank["exchanges"] for rank in seen]
-        slowest = [(size, max(t[i][1] for t in times)) for i, (size, _) in enumerate(times[0])]
-        link = fit_link(slowest, num_ranks - 1)
+        link = fit_link(seen[0]["exchanges"], num_ranks - 1)
     in_effect = None
     if device_type == "cpu":
-        in_effect = cores_in_effect([rank["crowd"] for rank in seen], cores or 1)
+        alone_s, together_s = seen[0]["crowd"]
+        in_effect = cores_in_effect(alone_s, together_s, num_ranks=num_ranks, num_cores=cores or 1)
     turns = num_ranks / in_effect if in_effect and is_crowded else 1.0  # ranks that share a core
-    progress("done", 1.0)
-    return Hardware(
+    hardware = Hardware(
         name=name or platform.node() or device_type,
         source=f"measured by hyper-parallel calibrate on {platform.platform(terse=True)}, "
         f"torch {torch.__version__}, {num_ranks} ranks",
@@ -99,6 +100,9 @@ def calibrate(
         ranks_per_node=num_ranks,
         cores_per_node=in_effect,
     )
+    plan, step_s = seen[0]["step"]
+    progress("done", 1.0)
+    return scaled(hardware, step_s / simulate(plan, hardware).step_s)
 
 
 def _mean_rate(rates: list[MatrixRate], factor: float) -> MatrixRate:
@@ -152,30 +156,33 @@ def _measure(rank: int, task: _Task, folder: str) -> None:
         world_size=task.num_ranks,
         timeout=_TIMEOUT,
     )
-    # Both begin and end with an exchange, so that all measure at once and nobody leaves early.
-    found: dict[str, Any] = {"exchanges": measure_exchanges(rank, task.num_ranks, device)}
-    if device.type == "cpu":
-        found["crowd"] = measure_crowd(rank, task.num_ranks)
-    found |= _rates(device, task)
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    measure_exchanges(rank, task.num_ranks, device)
+    crowd = Crowd(rank, task.num_ranks, device)
+    torch.save(_found(crowd, task), Path(folder) / f"{rank}.pt")
+    crowd.meet()  # nobody leaves early
     dist.destroy_process_group()
 
 
-def _rates(device: torch.device, task: _Task) -> dict[str, Any]:
-    shares = {what: share * task.budget_s for what, share in _SHARES.items()}
-    crowd = Crowd(task.num_ranks) if task.is_crowded else None
-    operation = measure_operation(device, budget_s=shares["operation"], crowd=crowd)
-    found: dict[str, Any] = {
-        "operation": operation,
-        "memory": measure_memory_rate(device, budget_s=shares["memory"], crowd=crowd),
+def _found(crowd: Crowd, task: _Task) -> dict[str, Any]:
+    crowded, on_cpu = task.is_crowded, crowd.device.type == "cpu"
+    exchanges = exchange_probes(crowd)
+    operation, num_launches = operation_probe(crowd.device, waits_for_all=crowded)
+    memory, nbytes = memory_probe(crowd.device, waits_for_all=crowded)
+    matrices = {d: MatrixProbes(d, crowd.device, waits_for_all=crowded) for d in DTYPES}
+    optimizer = reference_optimizer(crowd.num_ranks, crowd.device)
+    step = Probe(call=optimizer.step, once=True, waits_for_all=True)
+    probes = {"operation": operation, "memory": memory, "step": step}
+    probes |= {f"exchange of {size}": probe for size, probe in exchanges.items()}
+    if on_cpu:
+        probes["alone"], probes["together"] = crowd_probes()
+    for one in matrices.values():
+        probes |= one.probes
+    times = time_in_turn(probes, crowd, budget_s=task.budget_s)
+    operation_s = times["operation"] / num_launches
+    return {
+        "operation": operation_s,
+        "memory": nbytes / times["memory"],
+        "exchanges": [(size, times[f"exchange of {size}"]) for size in exchanges],
+        "step": (optimizer.plan, times["step"]),
+        "crowd": (times["alone"], times["together"]) if on_cpu else None,
+        **{d: one.rate(times, operation_s=operation_s) for d, one in matrices.items()},
     }
-    for dtype in DTYPES:
-        found[dtype] = measure_matrix_rate(
-            dtype,
-            device,
-            operation_s=operation,
-            budget_s=shares["matrix"] / len(DTYPES),
-            crowd=crowd,
-        )
-    return found

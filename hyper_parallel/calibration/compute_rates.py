@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates of one rank: matrix products by size and dtype, passes over memory, launches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -9,8 +9,7 @@ from typing import Final
 
 import torch
 
-from hyper_parallel.calibration.crowd import Crowd
-from hyper_parallel.calibration.timing import seconds_of
+from hyper_parallel.calibration.timing import Probe
 from hyper_parallel.core.optimizer.coefficients import Schedule, resolve_coefficients
 from hyper_parallel.core.optimizer.cost_model import products_of
 from hyper_parallel.core.optimizer.forms import Form, choose_form, form_flops
@@ -21,6 +20,7 @@ SIZES: Final = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2
 ASPECTS: Final = (1, 4)
 _LARGEST_FLOPS: Final = {"cpu": 4e10, "cuda": 1e14}
 _BATCH: Final = 8  # matrices, where a CPU multiplies them together
+_PAIRS: Final = {"cpu": 4, "cuda": 1}
 _STREAM_TENSORS: Final = 16
 # On a CPU together as much as a rank of a small model holds, which its caches partly keep.
 _STREAM_NUMEL: Final = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -46,58 +46,65 @@ class Sample:
         return 1 / sum(share / size for size, share in self.sizes)
 
 
-def measure_matrix_rate(
-    dtype: str,
-    device: torch.device,
-    *,
-    operation_s: float,
-    budget_s: float,
-    crowd: Crowd | None = None,
-) -> MatrixRate:
-    """Measure how fast Newton-Schulz steps run, single matrices and batches.
+class MatrixProbes:
+    """Newton-Schulz steps of many shapes, single matrices and batches.
 
     Args:
         dtype: Name of the dtype.
         device: Where.
-        operation_s: Seconds of a launch, taken off.
-        budget_s: For how long to measure, in all.
-        crowd: The ranks, where there are more of them than cores; all of them then call this.
+        waits_for_all: Whether the slowest rank counts.
 
-    Returns:
-        What was measured at each size, and the formula that fits best.
+    Attributes:
+        probes: By name.
     """
-    kind = "cpu" if device.type == "cpu" else "cuda"
-    schedule = resolve_coefficients("jordan", 2)
-    shapes = [(n, n * aspect) for n in SIZES[kind] for aspect in ASPECTS]
-    samples: list[Sample] = []
-    for rows, cols in shapes:
-        flops = form_flops(Form(), rows, cols, len(schedule))
-        if flops > _LARGEST_FLOPS[kind] / (1 if dtype in ("bfloat16", "float16") else 8):
-            continue
-        form = choose_form(
-            rows, cols, schedule, method="standard", dtype=dtype, device_type=device.type
-        )
-        together = _BATCH if form.batched and device.type == "cpu" else 1
-        shape = (together, rows, cols) if together > 1 else (rows, cols)
-        # Several pairs, since a step multiplies none twice.
-        made = torch.randn((4, *shape), device=device).to(getattr(torch, dtype)) / cols
-        matrices = cycle(zip(made, torch.empty_like(made), strict=True))
-        took = seconds_of(
-            partial(_iterate_next, matrices, schedule),
-            device,
-            budget_s=budget_s / len(shapes),
-            crowd=crowd,
-        )
-        products = products_of(Form(), rows, cols, num_steps=len(schedule), dtype=dtype)
-        samples.append(
-            Sample(
-                flops=flops * together,
-                sizes=tuple((product.size, product.flops / flops) for product in products),
-                seconds=max(took - 3 * len(schedule) * operation_s, took / 10),
+
+    def __init__(self, dtype: str, device: torch.device, *, waits_for_all: bool) -> None:
+        kind = "cpu" if device.type == "cpu" else "cuda"
+        schedule = resolve_coefficients("jordan", 2)
+        self.probes: dict[str, Probe] = {}
+        self._launches = 3 * len(schedule)
+        self._sizes: dict[str, tuple[float, tuple[tuple[float, float], ...]]] = {}
+        for rows, cols in [(n, n * aspect) for n in SIZES[kind] for aspect in ASPECTS]:
+            flops = form_flops(Form(), rows, cols, len(schedule))
+            if flops > _LARGEST_FLOPS[kind] / (1 if dtype in ("bfloat16", "float16") else 8):
+                continue
+            form = choose_form(
+                rows, cols, schedule, method="standard", dtype=dtype, device_type=device.type
             )
-        )
-    points = sorted((sample.size, sample.flops / sample.seconds) for sample in samples)
-    return replace(fit_matrix_rate(samples), measured=tuple(points))
+            together = _BATCH if form.batched and device.type == "cpu" else 1
+            shape = (together, rows, cols) if together > 1 else (rows, cols)
+            # Several pairs, since a step multiplies none twice.
+            made = torch.randn((_PAIRS[kind], *shape), device=device) / cols
+            made = made.to(getattr(torch, dtype))
+            pairs = cycle(zip(made, torch.empty_like(made), strict=True))
+            name = f"{dtype} {rows} x {cols}"
+            self.probes[name] = Probe(
+                call=partial(_iterate_next, pairs, schedule), waits_for_all=waits_for_all
+            )
+            products = products_of(Form(), rows, cols, num_steps=len(schedule), dtype=dtype)
+            shares = tuple((product.size, product.flops / flops) for product in products)
+            self._sizes[name] = flops * together, shares
+
+    def rate(self, times: Mapping[str, float], *, operation_s: float) -> MatrixRate:
+        """The formula that fits best, and what was measured at each size.
+
+        Args:
+            times: Seconds of each probe.
+            operation_s: Seconds of a launch, taken off.
+
+        Returns:
+            The rate.
+        """
+        samples = [
+            Sample(
+                flops=flops,
+                sizes=shares,
+                seconds=max(times[name] - self._launches * operation_s, times[name] / 10),
+            )
+            for name, (flops, shares) in self._sizes.items()
+        ]
+        points = sorted((sample.size, sample.flops / sample.seconds) for sample in samples)
+        return replace(fit_matrix_rate(samples), measured=tuple(points))
 
 
 def _iterate_next(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], schedule: Schedule) -> None:
@@ -145,18 +152,15 @@ def fit_matrix_rate(samples: Sequence[Sample]) -> MatrixRate:
     return MatrixRate(peak_flops_per_s=1 / a, half_size=b / a)
 
 
-def measure_memory_rate(
-    device: torch.device, *, budget_s: float, crowd: Crowd | None = None
-) -> float:
-    """Measure the passes of a step: interpolate, round, decay and add.
+def memory_probe(device: torch.device, *, waits_for_all: bool) -> tuple[Probe, int]:
+    """The passes of a step: interpolate, round, decay and add.
 
     Args:
         device: Where.
-        budget_s: For how long.
-        crowd: The ranks, where there are more of them than cores; all of them then call this.
+        waits_for_all: Whether the slowest rank counts.
 
     Returns:
-        Bytes read and written, together, a second.
+        The probe, and the bytes that it reads and writes, together.
     """
     numel = _STREAM_NUMEL["cpu" if device.type == "cpu" else "cuda"]
     wide = [torch.randn(numel, device=device) for _ in range(3 * _STREAM_TENSORS)]
@@ -171,22 +175,19 @@ def measure_memory_rate(
         torch._foreach_add_(weights, narrow, alpha=-1e-9)
 
     bytes_per_element = 12 + 6 + 12 + 8 + 10
-    took = seconds_of(passes, device, budget_s=budget_s, crowd=crowd)
-    return bytes_per_element * numel * _STREAM_TENSORS / took
+    nbytes = bytes_per_element * numel * _STREAM_TENSORS
+    return Probe(call=passes, waits_for_all=waits_for_all), nbytes
 
 
-def measure_operation(
-    device: torch.device, *, budget_s: float, crowd: Crowd | None = None
-) -> float:
-    """Measure what launching an operation takes, where there is next to nothing to do.
+def operation_probe(device: torch.device, *, waits_for_all: bool) -> tuple[Probe, int]:
+    """Operations that have next to nothing to do, views and kernels.
 
     Args:
         device: Where.
-        budget_s: For how long.
-        crowd: The ranks, where there are more of them than cores; all of them then call this.
+        waits_for_all: Whether the slowest rank counts.
 
     Returns:
-        Seconds, the mean of views and of kernels.
+        The probe, and how many it launches.
     """
     x = torch.zeros(64, device=device)
 
@@ -194,4 +195,4 @@ def measure_operation(
         for _ in range(50):
             x.narrow(0, 0, 16).view(4, 4).add_(1)
 
-    return seconds_of(launches, device, budget_s=budget_s, crowd=crowd) / 150
+    return Probe(call=launches, waits_for_all=waits_for_all), 150

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share the cores of a machine, and measure together."""
+"""All ranks of a node, which measure together: they meet, and hear each other's times."""
 
-from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,29 +11,44 @@ from hyper_parallel.core.optimizer.collectives import (
     start_all_to_all,
 )
 
+_Value = TypeVar("_Value")
+
 
 class Crowd:
-    """All ranks of a node. Every method is called on each of them.
+    """The ranks. Every method is called on each of them.
 
     Args:
+        rank: Global rank.
         num_ranks: How many there are.
+        device: Where this one works.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.device = device
         self._group = ProcessGroups([]).group(tuple(range(num_ranks)))
 
     def meet(self) -> None:
         """Wait until all are here."""
-        ready = torch.zeros(self._num_ranks, dtype=torch.uint8)
-        start_all_to_all(ready, [1] * self._num_ranks, [1] * self._num_ranks, self._group).wait()
+        self.exchange(torch.zeros(self.num_ranks, dtype=torch.uint8, device=self.device), 1)
 
-    def first(self, value: float) -> float:
-        """What the first rank says, so that all do the same."""
-        said: float = gather_objects(value, self._group)[0]
+    def exchange(self, packet: torch.Tensor, each: int, *, with_itself: bool = True) -> None:
+        """Send as many elements to every rank, and wait until theirs are here.
+
+        Args:
+            packet: 1-D; what is sent.
+            each: Elements for each rank.
+            with_itself: Whether this rank is one of them.
+        """
+        splits = [each] * self.num_ranks
+        if not with_itself:
+            splits[self.rank] = 0
+        start_all_to_all(packet, splits, splits, self._group).wait()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def all(self, value: _Value) -> list[_Value]:
+        """What each rank says."""
+        said: list[_Value] = gather_objects(value, self._group)
         return said
-
-    def slowest(self, times: Sequence[float]) -> list[float]:
-        """For each round, the time of the rank that took longest: a step waits for it."""
-        rounds = zip(*gather_objects(list(times), self._group), strict=True)
-        return [max(one) for one in rounds]
