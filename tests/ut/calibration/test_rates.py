@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits find the numbers that samples were made from."""
 
+from dataclasses import replace
+
 import pytest
 
 from hyper_parallel.calibration import calibrate
 from hyper_parallel.calibration.compute_rates import Sample, fit_matrix_rate
 from hyper_parallel.calibration.exchange_rates import fit_link
+from hyper_parallel.calibration.reference_step import scaled
+from hyper_parallel.core.optimizer.bucket import Orthogonalization, PlannedParam
 from hyper_parallel.core.optimizer.hardware import Link, MatrixRate
+from hyper_parallel.core.optimizer.hardware_presets import preset
+from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
+from hyper_parallel.core.optimizer.planner import build_plan
+from hyper_parallel.core.optimizer.simulation import simulate
 
 
 @pytest.mark.parametrize("half_size", [0.0, 50.0, 1000.0])
@@ -38,6 +46,33 @@ def test_a_link_is_found_again() -> None:
     found = fit_link(samples, num_peers=3)
     assert found.latency_s == pytest.approx(true.latency_s)
     assert found.bytes_per_s == pytest.approx(true.bytes_per_s)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.25])
+@pytest.mark.parametrize("cores", [None, 2.0])
+def test_everything_takes_longer_on_scaled_hardware(factor: float, cores: float | None) -> None:
+    mesh = MeshLayout(shape=(8,), ranks=tuple(range(8)))
+    layout = ParamLayout(shape=(512, 256), mesh=mesh, axes=(AxisPlacement(dim=0),))
+    work = Orthogonalization(
+        coefficients=((3.4445, -4.7750, 2.0315),) * 5,
+        method="auto",
+        eps=1e-7,
+        dtype="bfloat16",
+        device_type="cpu",
+    )
+    params = [
+        PlannedParam(name=f"{i}", layout=layout, source=layout, view=None, work=work)
+        for i in range(12)
+    ]
+    plan = build_plan(params, rank=0, bucket_bytes=1 << 20)
+    rate = MatrixRate(peak_flops_per_s=1e12, half_size=10.0, measured=((64.0, 1e11), (512.0, 5e11)))
+    hardware = replace(
+        preset("h100"), matrix_rates={"bfloat16": rate}, ranks_per_node=4, cores_per_node=cores
+    )
+    before, after = simulate(plan, hardware), simulate(plan, scaled(hardware, factor))
+    assert after.step_s == pytest.approx(before.step_s * factor)
+    for lane, seconds in before.busiest.seconds_by_lane.items():
+        assert after.busiest.seconds_by_lane[lane] == pytest.approx(seconds * factor)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
