@@ -2,8 +2,8 @@
 """Predicted against measured steps on this machine: ``python -m benchmarks.predict``.
 
 Each scenario of ``benchmarks.steps`` runs on real ranks, and the very plan that runs is simulated.
-The scenarios take turns, a step each, half of the rounds before the machine is calibrated and half
-after: on a machine that others share, a core is at times half as fast as a minute before.
+The scenarios take turns, a step each, and between the rounds the machine is calibrated, several
+times: on a machine that others share, a core is at times half as fast as a minute before.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from tests.dist import run_ranks
 
 RANKS = 4
 CLOSE = 0.25
-_BUDGET_S = 60
+_CALIBRATIONS = 5
+_BUDGET_S = 35
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,23 @@ class Line:
 
     scenario: str
     size: int
-    hardware: Hardware
-    simulation: Simulation
+    simulations: tuple[Simulation, ...]  # one for each calibration
     measured_s: float
     quartiles_s: tuple[float, float]
 
     @property
+    def predicted_s(self) -> float:
+        """Mean over the calibrations."""
+        return statistics.fmean(simulation.step_s for simulation in self.simulations)
+
+    @property
     def error(self) -> float:
         """Predicted over measured, less one."""
-        return self.simulation.step_s / self.measured_s - 1
+        return self.predicted_s / self.measured_s - 1
+
+    def lane_s(self, lane: str) -> float:
+        """Seconds of a lane on the busiest rank, likewise."""
+        return statistics.fmean(s.busiest.seconds_by_lane[lane] for s in self.simulations)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Line]:
@@ -65,19 +74,19 @@ def main(argv: Sequence[str] | None = None) -> list[Line]:
     arguments = parser.parse_args(argv)
     given = load_hardware(arguments.hardware) if arguments.hardware else None
     jobs = [Job(s, RANKS, size) for size in arguments.size or [256] for s in SCENARIOS]
-    before = _measured(jobs, arguments.rounds - arguments.rounds // 2)
-    hardware = given or _calibrated()
-    after = _measured(jobs, arguments.rounds // 2)
-    lines = [
-        _line(job, hardware, first[0], [*first[1], *second[1]])
-        for job, first, second in zip(jobs, before, after, strict=True)
-    ]
-    text = markdown(lines)
+    hardware: list[Hardware] = [] if given is None else [given]
+    seen: list[list[tuple[Plan, list[float]]]] = []
+    for _ in range(_CALIBRATIONS):
+        seen.append(_measured(jobs, -(-arguments.rounds // _CALIBRATIONS)))
+        if given is None:
+            hardware.append(_calibrated())
+    lines = [_line(job, hardware, runs) for job, *runs in zip(jobs, *seen, strict=True)]
+    text = markdown(lines, hardware)
     print(text)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "predicted.md").write_text(text)
-        save_hardware(hardware, arguments.output / "hardware.json")
+        save_hardware(hardware[-1], arguments.output / "hardware.json")
     return lines
 
 
@@ -97,10 +106,11 @@ def _measured(jobs: Sequence[Job], rounds: int) -> list[tuple[Plan, list[float]]
     ]
 
 
-def _line(job: Job, hardware: Hardware, plan: Plan, seconds: list[float]) -> Line:
+def _line(job: Job, hardware: Sequence[Hardware], runs: Sequence[tuple[Plan, list[float]]]) -> Line:
+    seconds = [took for _, times in runs for took in times]
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    predicted = simulate(plan, hardware)
-    return Line(job.scenario, job.size, hardware, predicted, median, (first, third))
+    predicted = tuple(simulate(runs[0][0], one) for one in hardware)
+    return Line(job.scenario, job.size, predicted, median, (first, third))
 
 
 def step_times(jobs: Sequence[Job], rounds: int) -> list[tuple[Plan, list[float]]]:
@@ -132,26 +142,27 @@ def step_times(jobs: Sequence[Job], rounds: int) -> list[tuple[Plan, list[float]
     return found
 
 
-def markdown(lines: Sequence[Line]) -> str:
+def markdown(lines: Sequence[Line], hardware: Sequence[Hardware]) -> str:
     """The table.
 
     Args:
         lines: Its lines.
+        hardware: What they were predicted with.
 
     Returns:
         Markdown.
     """
-    hardware = lines[-1].hardware
+    last = hardware[-1]
     close = sum(abs(line.error) <= CLOSE for line in lines)
     rows = [
         (
             SCENARIOS[line.scenario],
             str(line.size),
-            f"{line.simulation.step_s * 1e3:.1f}",
+            f"{line.predicted_s * 1e3:.1f}",
             f"{line.measured_s * 1e3:.1f}",
             " to ".join(f"{1e3 * s:.1f}" for s in line.quartiles_s),
             f"{line.error:+.0%}",
-            *(f"{1e3 * line.simulation.busiest.seconds_by_lane[lane]:.1f}" for lane in LANES),
+            *(f"{1e3 * line.lane_s(lane):.1f}" for lane in LANES),
         )
         for line in lines
     ]
@@ -161,21 +172,21 @@ def markdown(lines: Sequence[Line]) -> str:
         f"{dtype} "
         + ", ".join(f"{flops / 1e9:.0f} at {size:.0f}" for size, flops in rate.measured)
         + " GFLOP/s"
-        for dtype, rate in hardware.matrix_rates.items()
+        for dtype, rate in last.matrix_rates.items()
     )
-    link = hardware.within_node
+    link = last.within_node
     return "\n".join(
         [
             "# Predicted against measured",
             "",
             f"{close} of {len(lines)} are within {CLOSE:.0%}. Measured is the median over steps of "
             f"the slowest of {RANKS} gloo ranks with one thread each; the last columns are what "
-            "the prediction consists of, in ms. The scenarios took turns, half of the steps "
-            "before and half after the machine was calibrated.",
+            "the prediction consists of, in ms. The scenarios took turns, and between the "
+            f"rounds the machine was calibrated, {len(hardware)} times; predicted is the mean.",
             "",
-            f"Hardware: {hardware.source}. {rates}; memory "
-            f"{hardware.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
-            f"{hardware.operation_s * 1e6:.1f} us; all-to-all {link.latency_s * 1e6:.0f} us a peer "
+            f"The last calibration: {last.source}. {rates}; memory "
+            f"{last.memory_bytes_per_s / 1e9:.1f} GB/s; an operation "
+            f"{last.operation_s * 1e6:.1f} us; all-to-all {link.latency_s * 1e6:.0f} us a peer "
             f"and {link.bytes_per_s / 1e9:.2f} GB/s.",
             "",
             "```text",

@@ -18,7 +18,7 @@ from hyper_parallel.core.optimizer.iteration import iterate
 
 SIZES: Final = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 ASPECTS: Final = (1, 4)
-_LARGEST_FLOPS: Final = {"cpu": 4e10, "cuda": 1e14}
+_LARGEST_FLOPS: Final = {"cpu": 4e10, "cuda": 2e14}
 _BATCH: Final = 8  # matrices, where a CPU multiplies them together
 _PAIRS: Final = {"cpu": 4, "cuda": 1}
 _STREAM_TENSORS: Final = 16
@@ -60,13 +60,13 @@ class MatrixProbes:
 
     def __init__(self, dtype: str, device: torch.device, *, waits_for_all: bool) -> None:
         kind = "cpu" if device.type == "cpu" else "cuda"
-        schedule = resolve_coefficients("jordan", 2)
+        schedule = resolve_coefficients("jordan", 5)
         self.probes: dict[str, Probe] = {}
         self._launches = 3 * len(schedule)
         self._sizes: dict[str, tuple[float, tuple[tuple[float, float], ...]]] = {}
         for rows, cols in [(n, n * aspect) for n in SIZES[kind] for aspect in ASPECTS]:
             flops = form_flops(Form(), rows, cols, len(schedule))
-            if flops > _LARGEST_FLOPS[kind] / (1 if dtype in ("bfloat16", "float16") else 8):
+            if flops > _LARGEST_FLOPS[kind] / (1 if dtype in ("bfloat16", "float16") else 3):
                 continue
             form = choose_form(
                 rows, cols, schedule, method="standard", dtype=dtype, device_type=device.type
