@@ -23,7 +23,13 @@ SCHEMA_VERSION: Final = 1
 REPEAT: Final = "gather and repeat"
 
 SCALING_COLUMNS: Final = (
-    *("ranks", "mesh", "step", "FLOP, busiest", "received", "memory", "idle ranks"),
+    "ranks",
+    "mesh",
+    "step",
+    "FLOP, busiest",
+    "received",
+    "memory",
+    "idle ranks",
 )
 """What a table says of each point of a scaling curve; see :func:`scaling_cells`."""
 

@@ -9,12 +9,10 @@ from hyper_parallel.calibration import calibrate
 from hyper_parallel.calibration.compute_rates import Sample, fit_matrix_rate
 from hyper_parallel.calibration.exchange_rates import fit_link
 from hyper_parallel.calibration.reference_step import scaled
-from hyper_parallel.core.optimizer.bucket import Orthogonalization, PlannedParam
 from hyper_parallel.core.optimizer.hardware import Link, MatrixRate
 from hyper_parallel.core.optimizer.hardware_presets import preset
-from hyper_parallel.core.optimizer.layout import AxisPlacement, MeshLayout, ParamLayout
-from hyper_parallel.core.optimizer.planner import build_plan
 from hyper_parallel.core.optimizer.simulation import simulate
+from tests.planned import S0, mesh_of, plan_of, transformer
 
 
 @pytest.mark.parametrize("half_size", [0.0, 50.0, 1000.0])
@@ -51,20 +49,7 @@ def test_a_link_is_found_again() -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.25])
 @pytest.mark.parametrize("cores", [None, 2.0])
 def test_everything_takes_longer_on_scaled_hardware(factor: float, cores: float | None) -> None:
-    mesh = MeshLayout(shape=(8,), ranks=tuple(range(8)))
-    layout = ParamLayout(shape=(512, 256), mesh=mesh, axes=(AxisPlacement(dim=0),))
-    work = Orthogonalization(
-        coefficients=((3.4445, -4.7750, 2.0315),) * 5,
-        method="auto",
-        eps=1e-7,
-        dtype="bfloat16",
-        device_type="cpu",
-    )
-    params = [
-        PlannedParam(name=f"{i}", layout=layout, source=layout, view=None, work=work)
-        for i in range(12)
-    ]
-    plan = build_plan(params, rank=0, bucket_bytes=1 << 20)
+    plan = plan_of(transformer(mesh_of(8), (S0,), num_layers=3, width=256), bucket_bytes=1 << 20)
     rate = MatrixRate(peak_flops_per_s=1e12, half_size=10.0, measured=((64.0, 1e11), (512.0, 5e11)))
     hardware = replace(
         preset("h100"), matrix_rates={"bfloat16": rate}, ranks_per_node=4, cores_per_node=cores
