@@ -22,7 +22,7 @@ from hyper_parallel.cli.options import (
     write_text,
 )
 from hyper_parallel.core.optimizer.cost_model import ITEMSIZE
-from hyper_parallel.core.optimizer.forms import METHODS
+from hyper_parallel.core.optimizer.forms import ALL_METHODS
 from hyper_parallel.core.optimizer.hardware import Hardware, load_hardware
 from hyper_parallel.core.optimizer.hardware_presets import PRESETS
 from hyper_parallel.core.optimizer.planner import REPLICA_ROUTES
@@ -71,7 +71,9 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
     replica_route: Annotated[
         str, typer.Option(help="How updates reach other replicas: auto, direct or staged.")
     ] = "auto",
-    ns_method: Annotated[str, typer.Option(help="auto, standard or gram.")] = "auto",
+    ns_method: Annotated[
+        str, typer.Option(help="auto, standard, gram or standard+quack.")
+    ] = "auto",
     ns_coefficients: Annotated[
         str | None, typer.Option(help="A preset's name, or a,b,c; torch's by default.")
     ] = None,
@@ -105,7 +107,7 @@ def plan(  # noqa: PLR0913 -- its arguments are the options
     settings = PlanSettings(
         ns_coefficients=read_coefficients(ns_coefficients),
         ns_steps=steps,
-        ns_method=choice("--ns-method", ns_method, METHODS),
+        ns_method=choice("--ns-method", ns_method, ALL_METHODS),
         ns_dtype=choice("--ns-dtype", ns_dtype, tuple(ITEMSIZE)),
         share_replicas=_share_replicas(share_replicas),
         shard_momentum=shard_momentum,

@@ -26,7 +26,7 @@ class PlanSettings:
     Attributes:
         ns_coefficients: Name of a preset, or triples.
         ns_steps: Newton-Schulz steps.
-        ns_method: ``"auto"``, ``"standard"`` or ``"gram"``.
+        ns_method: ``"auto"``, ``"standard"``, ``"gram"`` or ``"standard+quack"``.
         ns_dtype: Name of the dtype of the iteration.
         eps: Floor of the norm.
         share_replicas: True, False or ``"auto"``.

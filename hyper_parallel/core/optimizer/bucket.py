@@ -32,7 +32,7 @@ class Orthogonalization:
 
     Attributes:
         coefficients: ``(a, b, c)`` of each Newton-Schulz step.
-        method: ``"auto"``, ``"standard"`` or ``"gram"``.
+        method: ``"auto"``, ``"standard"``, ``"gram"`` or ``"standard+quack"``.
         eps: Floor of the norm.
         dtype: Name of the dtype that the iteration runs in.
         device_type: Where it runs: ``"cpu"``, ``"cuda"``.

@@ -19,6 +19,7 @@ from hyper_parallel.core.optimizer.plan import Plan
 from hyper_parallel.core.optimizer.planner import build_plan
 from hyper_parallel.core.optimizer.sharing import ReplicaPolicy, decide_sharing, shared_param
 from hyper_parallel.core.optimizer.stepped_param import SteppedParam, param_names
+from hyper_parallel.core.optimizer.symmetric_kernels import check_kernels
 
 _PLANNED_KEYS: Final = (
     "algorithm",
@@ -148,6 +149,8 @@ class _Settings:
         """How their matrices are orthogonalized on a device."""
         if device_type not in self._work:
             work = orthogonalization_of(self._group, self._label, device_type=device_type)
+            if device_type != "meta":  # what is not there yet will be read again
+                check_kernels(work.method, dtype=work.dtype, device_type=device_type)
             self._work[device_type] = work
         return self._work[device_type]
 

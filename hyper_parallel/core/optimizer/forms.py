@@ -15,7 +15,7 @@ bfloat16, whose rounding is too coarse for any distance.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final
@@ -25,6 +25,9 @@ from typing_extensions import override
 from hyper_parallel.core.optimizer.coefficients import Schedule
 
 METHODS: Final = ("auto", "standard", "gram")
+QUACK: Final = "standard+quack"
+"""The standard form, with symmetric products by the kernels of the package quack-kernels."""
+ALL_METHODS: Final = (*METHODS, QUACK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class Form:
         batched: Whether the matrices of a batch share a product, or run one after the other.
         transposes: Whether tall matrices are copied to lie as their transposes do. If not, they are
             multiplied from the right, as they lie.
+        kernels: The package whose kernels multiply symmetric products; None for torch's own.
     """
 
     kind: str = "standard"
@@ -48,6 +52,7 @@ class Form:
     num_panels: int = 1
     batched: bool = True
     transposes: bool = False
+    kernels: str | None = None
 
     @override
     def __str__(self) -> str:
@@ -57,6 +62,8 @@ class Form:
             text += f"[{','.join(map(str, self.restarts))}]"
         if self.chain_dtype is not None:
             text += f" in {self.chain_dtype}"
+        if self.kernels is not None:
+            text += f", kernels of {self.kernels}"
         return text if self.num_panels == 1 else f"{text}, {self.num_panels} panels"
 
 
@@ -80,6 +87,9 @@ _SMALLEST_IN_PANELS: Final = {"float32": 512, "float64": 512, "bfloat16": 1024}
 _SMALLEST_BFLOAT16_ASPECT: Final = 4
 # On CPUs. X^T X of a bfloat16 matrix with so many columns is slow enough to be worth two copies.
 _LARGEST_FROM_RIGHT: Final = {"bfloat16": 512}
+# A tile of quack's kernels is 128 rows or more; their operands begin at multiples of 16 bytes.
+_SMALLEST_FOR_KERNELS: Final = 256
+_KERNEL_ALIGNMENT: Final = 8
 # On CPUs. Beyond this many rows, a batched product is slower than one product after the other.
 _LARGEST_BATCHED: Final = {"bfloat16": 128, "float16": 128, "float32": 64, "float64": 64}
 
@@ -103,7 +113,8 @@ def choose_form(
         num_cols: Columns of a matrix.
         schedule: Coefficients of each step.
         method: ``"standard"``, ``"gram"``, or ``"auto"``: the Gram form where it is expected to be
-            faster and can be as accurate as the standard form.
+            faster and can be as accurate as the standard form. ``"standard+quack"``: the standard
+            form, with quack's kernels for matrices large and aligned enough for them.
         dtype: Name of the dtype that the iteration runs in.
         device_type: ``"cpu"``, ``"cuda"`` or another that torch knows.
 
@@ -111,7 +122,7 @@ def choose_form(
         The form.
 
     Raises:
-        ValueError: If ``method`` is none of ``METHODS``.
+        ValueError: If ``method`` is none of ``ALL_METHODS``.
 
     Example:
         >>> jordan = ((3.4445, -4.7750, 2.0315),) * 5
@@ -122,8 +133,9 @@ def choose_form(
         standard, 2 panels
         gram[2,4] in float32, 4 panels
     """
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))}, got {method!r}")
+    if method not in ALL_METHODS:
+        names = ", ".join(map(repr, ALL_METHODS))
+        raise ValueError(f"method: expected one of {names}, got {method!r}")
     n, m = min(num_rows, num_cols), max(num_rows, num_cols)
     on_cpu = device_type == "cpu"
     standard = Form(
@@ -131,7 +143,9 @@ def choose_form(
         batched=not on_cpu or n <= _LARGEST_BATCHED[dtype],
         transposes=on_cpu and num_rows > num_cols and n > _LARGEST_FROM_RIGHT.get(dtype, n),
     )
-    if method == "standard":
+    if method == QUACK and n >= _SMALLEST_FOR_KERNELS and not (n | m) % _KERNEL_ALIGNMENT:
+        return replace(standard, kernels="quack", transposes=num_rows > num_cols)
+    if method in ("standard", QUACK):
         return standard
     chain = _chain_dtype(dtype, on_cpu=on_cpu)
     gram = Form(

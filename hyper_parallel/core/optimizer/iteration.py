@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hyper_parallel.core.optimizer.coefficients import Schedule
 from hyper_parallel.core.optimizer.forms import Form, panel_bounds
+from hyper_parallel.core.optimizer.symmetric_kernels import symmetric_product
 
 
 def iterate(X: Tensor, spare: Tensor, schedule: Schedule, form: Form) -> Tensor:
@@ -30,8 +31,6 @@ def iterate(X: Tensor, spare: Tensor, schedule: Schedule, form: Form) -> Tensor:
     Returns:
         ``spare`` if :func:`num_turns` is odd, else ``X``.
     """
-    # The compiler refuses to write a product into a part of a matrix.
-    num_panels = 1 if torch.compiler.is_compiling() else form.num_panels
     is_tall = X.size(-2) > X.size(-1)
     # Two pairs of tensors for all steps: a new one costs a CPU as much as a pass through it.
     if form.kind == "standard":
@@ -39,14 +38,14 @@ def iterate(X: Tensor, spare: Tensor, schedule: Schedule, form: Form) -> Tensor:
         A, square = (X.new_empty((*X.shape[:-2], n, n)) for _ in range(2))
         multiply_add = torch.addmm if X.ndim == 2 else torch.baddbmm
         for a, b, c in schedule:  # X <- a X + (b A + c A^2) X with A = X X^T
-            _outer(X.mT if is_tall else X, num_panels, out=A)
-            _symmetric(A, A, A, beta=b, alpha=c, num_panels=num_panels, out=square)
+            _outer(X.mT if is_tall else X, form, out=A)
+            _symmetric(A, A, A, beta=b, alpha=c, form=form, out=square)
             left, right = (X, square) if is_tall else (square, X)
             X, spare = multiply_add(X, left, right, beta=a, out=spare), X
         return X
     multiply = torch.mm if X.ndim == 2 else torch.bmm
     for start, stop in pairwise([0, *form.restarts, len(schedule)]):
-        Q = _factors(X, schedule[start:stop], form, num_panels)
+        Q = _factors(X, schedule[start:stop], form)
         left, right = (X, Q) if is_tall else (Q, X)
         X, spare = multiply(left, right, out=spare), X
         del Q, left, right
@@ -88,14 +87,14 @@ def _rounds_to_bfloat16() -> bool:
 # ``Z = b R + c R^2`` lacks ``a I``: rounded into Z, it would cost digits that Z needs. It is added
 # where Z is used, as in ``Q <- Q (Z + a I)`` and ``R <- (Z + a I) R (Z + a I)``. All of these
 # commute and are symmetric.
-def _factors(X: Tensor, schedule: Schedule, form: Form, num_panels: int) -> Tensor:
+def _factors(X: Tensor, schedule: Schedule, form: Form) -> Tensor:
     rows = X.mT if X.size(-2) > X.size(-1) else X
     n = rows.size(-2)
     shape, dtype = (*X.shape[:-2], n, n), _chain_dtype(X, form)
-    R = _outer(rows.to(dtype), num_panels, out=X.new_empty(shape, dtype=dtype))
+    R = _outer(rows.to(dtype), form, out=X.new_empty(shape, dtype=dtype))
     Z, Q, other = (torch.empty_like(R) for _ in range(3))
 
-    symmetric = partial(_symmetric, num_panels=num_panels)
+    symmetric = partial(_symmetric, form=form)
     for step, (a, b, c) in enumerate(schedule, start=1):
         symmetric(R, R, R, beta=b, alpha=c, out=Z)
         if step == 1:
@@ -110,11 +109,14 @@ def _factors(X: Tensor, schedule: Schedule, form: Form, num_panels: int) -> Tens
 
 
 # ``X X^T``.
-def _outer(X: Tensor, num_panels: int, *, out: Tensor) -> Tensor:
+def _outer(X: Tensor, form: Form, *, out: Tensor) -> Tensor:
+    if form.kernels is not None:
+        symmetric_product(X, X.mT, out=out)
+        return out
     multiply = torch.mm if X.ndim == 2 else torch.bmm
-    if num_panels == 1:
+    if _is_whole(form):
         return multiply(X, X.mT, out=out)
-    for start, stop in panel_bounds(X.size(-2), num_panels):
+    for start, stop in panel_bounds(X.size(-2), form.num_panels):
         panel = out[..., start:, start:stop]
         multiply(X[..., start:, :], X[..., start:stop, :].mT, out=panel)
         _mirror(out, start, stop)
@@ -123,13 +125,16 @@ def _outer(X: Tensor, num_panels: int, *, out: Tensor) -> Tensor:
 
 # ``beta C + alpha A B``, all ``n x n``, where the result is known to be symmetric.
 def _symmetric(
-    C: Tensor, A: Tensor, B: Tensor, *, beta: float, alpha: float, num_panels: int, out: Tensor
+    C: Tensor, A: Tensor, B: Tensor, *, beta: float, alpha: float, form: Form, out: Tensor
 ) -> None:
+    if form.kernels is not None:
+        symmetric_product(A, B, C=C, alpha=alpha, beta=beta, out=out)
+        return
     multiply_add = torch.addmm if A.ndim == 2 else torch.baddbmm
-    if num_panels == 1:
+    if _is_whole(form):
         multiply_add(C, A, B, beta=beta, alpha=alpha, out=out)
         return
-    for start, stop in panel_bounds(A.size(-1), num_panels):
+    for start, stop in panel_bounds(A.size(-1), form.num_panels):
         multiply_add(
             C[..., start:, start:stop],
             A[..., start:, :],
@@ -139,6 +144,11 @@ def _symmetric(
             out=out[..., start:, start:stop],
         )
         _mirror(out, start, stop)
+
+
+# The compiler refuses to write a product into a part of a matrix.
+def _is_whole(form: Form) -> bool:
+    return form.num_panels == 1 or torch.compiler.is_compiling()
 
 
 # What is below a panel's diagonal block, to the right of it.

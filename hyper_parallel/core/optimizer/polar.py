@@ -17,6 +17,7 @@ from hyper_parallel.core.optimizer.coefficients import (
 )
 from hyper_parallel.core.optimizer.forms import METHODS, Form, choose_form
 from hyper_parallel.core.optimizer.iteration import iterate, num_turns
+from hyper_parallel.core.optimizer.symmetric_kernels import check_kernels
 
 __all__ = ["METHODS", "orthogonalize", "orthogonalize_with_schedule"]
 
@@ -59,6 +60,9 @@ def orthogonalize(
             equal. In float32 its rounding errors are larger, up to 3e-4 of the result; in half
             precision they are not. ``"auto"`` is the faster of the two, as accurate as
             ``"standard"`` up to rounding. The plan of an optimizer says what it takes.
+            ``"standard+quack"`` is ``"standard"`` with the kernels of the package quack-kernels,
+            which multiply one triangle of a symmetric product; for NVIDIA GPUs from Hopper on, in
+            half precision. They are never taken unless asked for.
         eps: Floor of the Frobenius norm *after* the largest entry has been scaled to 1. That norm
             is at least 1 unless the matrix is zero: ``eps`` keeps zero matrices zero, and has no
             effect on others unless it exceeds 1.
@@ -166,6 +170,7 @@ def _check_matrices(X: Tensor) -> None:
 
 def _choose(X: Tensor, schedule: Schedule, method: str, dtype: torch.dtype) -> Form:
     num_rows, num_cols = X.shape[-2:]
+    check_kernels(method, dtype=str(dtype).removeprefix("torch."), device_type=X.device.type)
     # The compiler looks through a cache, and warns of it.
     choose = choose_form.__wrapped__ if torch.compiler.is_compiling() else choose_form
     return choose(

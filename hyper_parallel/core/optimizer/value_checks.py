@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hyper_parallel.core.optimizer.forms import METHODS
+from hyper_parallel.core.optimizer.forms import ALL_METHODS
 from hyper_parallel.core.optimizer.update_rule import ADJUST_LR_FNS
 from hyper_parallel.core.optimizer.weight_rounding import WEIGHT_ROUNDINGS
 
@@ -86,7 +86,7 @@ MUON_CHECKS: Final[dict[str, Callable[[object, str], None]]] = {
     "nesterov": _flag,
     "eps": _plain,
     "adjust_lr_fn": _one_of(None, *ADJUST_LR_FNS),
-    "ns_method": _one_of(*METHODS),
+    "ns_method": _one_of(*ALL_METHODS),
     "ns_dtype": _one_of(*_NS_DTYPES),
     "momentum_dtype": _one_of(None, *_NS_DTYPES),
     "share_replicas": _one_of(True, False, "auto"),  # noqa: FBT003 -- the choices themselves

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import Muon
+from hyper_parallel import Muon, orthogonalize
+from hyper_parallel.core.optimizer.forms import QUACK
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +37,14 @@ def stepped(device: str, ns_dtype: torch.dtype) -> list[torch.Tensor]:
 def test_a_cuda_device_gives_what_the_cpu_gives(ns_dtype: torch.dtype, tolerance: float) -> None:
     for mine, due in zip(stepped("cuda", ns_dtype), stepped("cpu", ns_dtype), strict=True):
         torch.testing.assert_close(mine, due, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(512, 2048), (2048, 512), (4, 512, 512)])
+def test_symmetric_kernels_give_what_products_of_torch_give(shape: tuple[int, ...]) -> None:
+    pytest.importorskip("quack")
+    X = torch.randn(shape, device="cuda").bfloat16()
+    mine, due = orthogonalize(X, method=QUACK), orthogonalize(X, method="standard")
+    torch.testing.assert_close(mine, due, rtol=0.05, atol=0.02)
 
 
 def test_a_learning_rate_on_the_device_is_heard() -> None:
