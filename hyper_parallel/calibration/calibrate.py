@@ -91,7 +91,7 @@ def calibrate(
         source=f"measured by hyper-parallel calibrate on {platform.platform(terse=True)}, "
         f"torch {torch.__version__}, {num_ranks} ranks",
         device_type=device_type,
-        matrix_rates={d: _mean_rate([rank[d] for rank in seen], turns) for d in DTYPES},
+        matrix_rates={d: _mean_rate([rank[d] for rank in seen]).faster(turns) for d in DTYPES},
         memory_bytes_per_s=statistics.fmean(rank["memory"] for rank in seen) * turns,
         memory_bytes=_memory_bytes(device_type) / (num_ranks if device_type == "cpu" else 1),
         operation_s=statistics.fmean(rank["operation"] for rank in seen) / turns,
@@ -105,15 +105,14 @@ def calibrate(
     return scaled(hardware, step_s / simulate(plan, hardware).step_s)
 
 
-def _mean_rate(rates: list[MatrixRate], factor: float) -> MatrixRate:
-    """Ranks measure the same sizes; their rates at each are averaged, and multiplied."""
+def _mean_rate(rates: list[MatrixRate]) -> MatrixRate:
+    """Ranks measure the same sizes; their rates at each are averaged."""
     columns = zip(*(rate.measured for rate in rates), strict=True)
     return MatrixRate(
-        peak_flops_per_s=factor * statistics.fmean(rate.peak_flops_per_s for rate in rates),
+        peak_flops_per_s=statistics.fmean(rate.peak_flops_per_s for rate in rates),
         half_size=statistics.fmean(rate.half_size for rate in rates),
         measured=tuple(
-            (points[0][0], factor * statistics.fmean(rate for _, rate in points))
-            for points in columns
+            (points[0][0], statistics.fmean(rate for _, rate in points)) for points in columns
         ),
     )
 
@@ -160,7 +159,7 @@ def _measure(rank: int, task: _Task, folder: str) -> None:
     torch.save(_found(crowd, task), Path(folder) / f"{rank}.pt")
     crowd.meet()  # nobody leaves early
     dist.destroy_process_group()
-    # Once in some hundred times, a thread of gloo aborts an interpreter that tidies up.
+    # A thread of gloo's was seen to abort an interpreter that tidied up.
     os._exit(0)
 
 

@@ -31,19 +31,16 @@ class Crowd:
 
     def meet(self) -> None:
         """Wait until all are here."""
-        self.exchange(torch.zeros(self.num_ranks, dtype=torch.uint8, device=self.device), 1)
+        self.exchange(torch.zeros(self.num_ranks - 1, dtype=torch.uint8, device=self.device))
 
-    def exchange(self, packet: torch.Tensor, each: int, *, with_itself: bool = True) -> None:
-        """Send as many elements to every rank, and wait until theirs are here.
+    def exchange(self, packet: torch.Tensor) -> None:
+        """Send an equal part to every other rank, and wait until theirs are here.
 
         Args:
             packet: 1-D; what is sent.
-            each: Elements for each rank.
-            with_itself: Whether this rank is one of them.
         """
-        splits = [each] * self.num_ranks
-        if not with_itself:
-            splits[self.rank] = 0
+        splits = [packet.numel() // max(1, self.num_ranks - 1)] * self.num_ranks
+        splits[self.rank] = 0
         start_all_to_all(packet, splits, splits, self._group).wait()
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)

@@ -32,7 +32,7 @@ def exchange_probes(crowd: Crowd) -> dict[int, Probe]:
     for nbytes in SIZES:
         each = nbytes // max(1, crowd.num_ranks - 1)
         packet = torch.zeros(each * (crowd.num_ranks - 1), dtype=torch.uint8, device=crowd.device)
-        call = partial(crowd.exchange, packet, each, with_itself=False)
+        call = partial(crowd.exchange, packet)
         found[packet.numel()] = Probe(call=call, once=True, waits_for_all=True)
     return found
 

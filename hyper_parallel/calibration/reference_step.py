@@ -58,17 +58,9 @@ def scaled(hardware: Hardware, factor: float) -> Hardware:
     def link(one: Link) -> Link:
         return Link(latency_s=one.latency_s * factor, bytes_per_s=one.bytes_per_s / factor)
 
-    rates = {
-        dtype: replace(
-            rate,
-            peak_flops_per_s=rate.peak_flops_per_s / factor,
-            measured=tuple((size, flops / factor) for size, flops in rate.measured),
-        )
-        for dtype, rate in hardware.matrix_rates.items()
-    }
     return replace(
         hardware,
-        matrix_rates=rates,
+        matrix_rates={d: rate.faster(1 / factor) for d, rate in hardware.matrix_rates.items()},
         memory_bytes_per_s=hardware.memory_bytes_per_s / factor,
         operation_s=hardware.operation_s * factor,
         within_node=link(hardware.within_node),

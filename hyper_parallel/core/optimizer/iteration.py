@@ -38,8 +38,9 @@ def iterate(X: Tensor, spare: Tensor, schedule: Schedule, form: Form) -> Tensor:
         A, square = (X.new_empty((*X.shape[:-2], n, n)) for _ in range(2))
         multiply_add = torch.addmm if X.ndim == 2 else torch.baddbmm
         for a, b, c in schedule:  # X <- a X + (b A + c A^2) X with A = X X^T
-            _outer(X.mT if is_tall else X, form, out=A)
-            _symmetric(A, A, A, beta=b, alpha=c, form=form, out=square)
+            rows = X.mT if is_tall else X
+            _symmetric(rows, rows.mT, form=form, out=A)
+            _symmetric(A, A, C=A, beta=b, alpha=c, form=form, out=square)
             left, right = (X, square) if is_tall else (square, X)
             X, spare = multiply_add(X, left, right, beta=a, out=spare), X
         return X
@@ -91,59 +92,63 @@ def _factors(X: Tensor, schedule: Schedule, form: Form) -> Tensor:
     rows = X.mT if X.size(-2) > X.size(-1) else X
     n = rows.size(-2)
     shape, dtype = (*X.shape[:-2], n, n), _chain_dtype(X, form)
-    R = _outer(rows.to(dtype), form, out=X.new_empty(shape, dtype=dtype))
+    R = X.new_empty(shape, dtype=dtype)
+    wide = rows.to(dtype)
+    _symmetric(wide, wide.mT, form=form, out=R)
+    del wide
     Z, Q, other = (torch.empty_like(R) for _ in range(3))
 
     symmetric = partial(_symmetric, form=form)
     for step, (a, b, c) in enumerate(schedule, start=1):
-        symmetric(R, R, R, beta=b, alpha=c, out=Z)
+        symmetric(R, R, C=R, beta=b, alpha=c, out=Z)
         if step == 1:
             Q.copy_(Z).diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            symmetric(Q, Q, Z, beta=a, alpha=1.0, out=other)
+            symmetric(Q, Z, C=Q, beta=a, out=other)
             Q, other = other, Q
         if step < len(schedule):
-            symmetric(R, R, Z, beta=a, alpha=1.0, out=other)
-            symmetric(other, Z, other, beta=a, alpha=1.0, out=R)
+            symmetric(R, Z, C=R, beta=a, out=other)
+            symmetric(Z, other, C=other, beta=a, out=R)
     return Q.to(X.dtype)
 
 
-# ``X X^T``.
-def _outer(X: Tensor, form: Form, *, out: Tensor) -> Tensor:
-    if form.kernels is not None:
-        symmetric_product(X, X.mT, out=out)
-        return out
-    multiply = torch.mm if X.ndim == 2 else torch.bmm
-    if _is_whole(form):
-        return multiply(X, X.mT, out=out)
-    for start, stop in panel_bounds(X.size(-2), form.num_panels):
-        panel = out[..., start:, start:stop]
-        multiply(X[..., start:, :], X[..., start:stop, :].mT, out=panel)
-        _mirror(out, start, stop)
-    return out
-
-
-# ``beta C + alpha A B``, all ``n x n``, where the result is known to be symmetric.
+# ``beta C + alpha A B`` with ``n`` rows and columns, where that is known to be symmetric.
 def _symmetric(
-    C: Tensor, A: Tensor, B: Tensor, *, beta: float, alpha: float, form: Form, out: Tensor
+    A: Tensor,
+    B: Tensor,
+    *,
+    form: Form,
+    out: Tensor,
+    C: Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
 ) -> None:
     if form.kernels is not None:
         symmetric_product(A, B, C=C, alpha=alpha, beta=beta, out=out)
-        return
-    multiply_add = torch.addmm if A.ndim == 2 else torch.baddbmm
-    if _is_whole(form):
+    elif _is_whole(form):
+        _product(A, B, C=C, beta=beta, alpha=alpha, out=out)
+    else:
+        for start, stop in panel_bounds(A.size(-2), form.num_panels):
+            _product(
+                A[..., start:, :],
+                B[..., :, start:stop],
+                C=None if C is None else C[..., start:, start:stop],
+                beta=beta,
+                alpha=alpha,
+                out=out[..., start:, start:stop],
+            )
+            _mirror(out, start, stop)
+
+
+def _product(
+    A: Tensor, B: Tensor, *, C: Tensor | None, beta: float, alpha: float, out: Tensor
+) -> None:
+    if C is None:
+        multiply = torch.mm if A.ndim == 2 else torch.bmm
+        multiply(A, B, out=out)
+    else:
+        multiply_add = torch.addmm if A.ndim == 2 else torch.baddbmm
         multiply_add(C, A, B, beta=beta, alpha=alpha, out=out)
-        return
-    for start, stop in panel_bounds(A.size(-1), form.num_panels):
-        multiply_add(
-            C[..., start:, start:stop],
-            A[..., start:, :],
-            B[..., :, start:stop],
-            beta=beta,
-            alpha=alpha,
-            out=out[..., start:, start:stop],
-        )
-        _mirror(out, start, stop)
 
 
 # The compiler refuses to write a product into a part of a matrix.

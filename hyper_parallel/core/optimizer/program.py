@@ -113,7 +113,7 @@ def build_program(plan: Plan, number: int) -> Program:
         return Slot(batch, index, slices_of(cargo.piece.inner, batches[batch].box_shape))
 
     part = _PartMaker(plan, bucket)
-    updated = _in_order(scatter, scatter.receives)
+    updated = scatter.received()
     return Program(
         bucket=bucket,
         number=number,
@@ -121,12 +121,12 @@ def build_program(plan: Plan, number: int) -> Program:
         batches=batches,
         gather_out=_format(gather, gather.sends, bucket, rank=rank),
         gather_in=_format(gather, gather.receives, bucket, rank=rank),
-        sends=tuple(part(cargo) for cargo in _in_order(gather, gather.sends)),
-        fills=tuple(slot(cargo) for cargo in _in_order(gather, gather.receives)),
+        sends=tuple(part(cargo) for cargo in gather.sent()),
+        fills=tuple(slot(cargo) for cargo in gather.received()),
         keeps=tuple((part(cargo), slot(cargo)) for cargo in gather.keeps),
         scatter_out=_format(scatter, scatter.sends, bucket, rank=rank),
         scatter_in=_format(scatter, scatter.receives, bucket, rank=rank),
-        returns=tuple(slot(cargo) for cargo in _in_order(scatter, scatter.sends)),
+        returns=tuple(slot(cargo) for cargo in scatter.sent()),
         updates=tuple(part(cargo) for cargo in updated),
         kept_updates=tuple((part(cargo), slot(cargo)) for cargo in scatter.keeps),
         relay=_relay(plan, bucket, [*updated, *scatter.keeps]),
@@ -171,10 +171,8 @@ def _relay(plan: Plan, bucket: Bucket, arrived: Sequence[Cargo]) -> Relay | None
     return Relay(
         out=_format(route, route.sends, bucket, rank=plan.rank),
         into=_format(route, route.receives, bucket, rank=plan.rank),
-        sources=tuple(
-            position[cargo.matrix, cargo.piece.local] for cargo in _in_order(route, route.sends)
-        ),
-        updates=tuple(part(cargo) for cargo in _in_order(route, route.receives)),
+        sources=tuple(position[cargo.matrix, cargo.piece.local] for cargo in route.sent()),
+        updates=tuple(part(cargo) for cargo in route.received()),
     )
 
 
@@ -195,10 +193,6 @@ def _batches(
         params = tuple(bucket.matrices[number].param for number in numbers)
         batches.append(Batch(work, box_shape, num_rows, num_cols, params))
     return tuple(batches), places
-
-
-def _in_order(exchange: Exchange, parcels: dict[int, list[Cargo]]) -> list[Cargo]:
-    return [cargo for peer in exchange.ranks for cargo in parcels.get(peer, ())]
 
 
 def _format(

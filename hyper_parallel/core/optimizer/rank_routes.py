@@ -43,9 +43,7 @@ class RankRoutes:
 
     def packed_numels(self) -> list[int]:
         """Elements of each of its own pieces that the rank prepares, in packing order."""
-        gather = self.gather
-        sent = (cargo for peer in gather.ranks for cargo in gather.sends.get(peer, ()))
-        return [cargo.piece.numel for cargo in (*gather.keeps, *sent)]
+        return [cargo.piece.numel for cargo in (*self.gather.keeps, *self.gather.sent())]
 
     @property
     def held_numel(self) -> int:

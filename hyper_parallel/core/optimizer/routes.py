@@ -44,6 +44,14 @@ class Exchange:
     receives: dict[int, list[Cargo]] = field(default_factory=dict)
     keeps: list[Cargo] = field(default_factory=list)
 
+    def sent(self) -> list[Cargo]:
+        """Cargo that leaves this rank, in packing order."""
+        return [cargo for peer in self.ranks for cargo in self.sends.get(peer, ())]
+
+    def received(self) -> list[Cargo]:
+        """Cargo that reaches this rank from others, in packing order."""
+        return [cargo for peer in self.ranks for cargo in self.receives.get(peer, ())]
+
     def numel_sent(self) -> int:
         """Elements that leave this rank."""
         return sum(cargo.piece.numel for parcel in self.sends.values() for cargo in parcel)
